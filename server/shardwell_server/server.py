@@ -58,7 +58,7 @@ from shardwell_server.services.unix_streams import UnixStreams
 from shardwell_server.services.work_threads import WorkThreads
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store.files.data_dir import DataDir
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 _LOG = logging.getLogger("shardwell_server")

@@ -17,8 +17,8 @@ import pytest
 
 from shardwell.errors import LimitError, ShardwellError, StorageError
 from shardwell.numerics import elementwise
-from shardwell_server.store import ChunkRecord, Layout, ParameterStorage, Store, Transition
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import ChunkRecord, Layout, ParameterStorage, Store, Transition
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 CHUNK_ELEMENT_COUNT = 512
@@ -168,7 +168,7 @@ class StoreContract:
         kept = store.create(layout("kept", 8, slot_count=0, with_sum=False))
         removed = store.create(layout("m", 8, slot_count=1, with_sum=True))
         kept.weights[:], removed.weights[:] = 1.0, 2.0
-        store.remove("m")
+        store.remove(removed.layout)
         np.testing.assert_array_equal(removed.weights, 2.0)  # of a call that is under way
         again = store.create(layout("m", 9, slot_count=0, with_sum=False))
         np.testing.assert_array_equal(again.weights, np.zeros(9))
@@ -260,7 +260,7 @@ class TestMemoryStore(StoreContract):
         return MemoryStore()
 
     def test_without_room_the_parameter_is_named(self, store: Store) -> None:
-        with pytest.raises(LimitError, match=f"{TOO_LARGE} elements of 'p'") as caught:
+        with pytest.raises(LimitError, match=f"{16 * TOO_LARGE} bytes of 'p'") as caught:
             store.create(layout("p", TOO_LARGE, slot_count=2, with_sum=True))
         assert caught.value.parameter == "p"
 
@@ -311,7 +311,7 @@ class TestMmapStore(StoreContract):
         store.create(asked)  # the name is free
         with pytest.raises(ValueError, match="exists"):
             store.create(dataclasses.replace(asked, name="n"))
-        store.remove("n")
+        store.remove(new.layout)
 
     @pytest.mark.parametrize("slice_size", [0, 1, 512, 1300])
     @pytest.mark.parametrize("slot_count", [0, 1, 2, 3])

@@ -26,8 +26,8 @@ from harness.data.stored_rows import (
 from harness.stories.images import in_memory
 from shardwell.errors import LimitError, ShardwellError, StorageError
 from shardwell.numerics.elementwise import Code, Operation
-from shardwell_server.store import FREE, Layout, Position, Store, TableRecord, TableStorage
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import FREE, Layout, Position, Store, TableRecord, TableStorage
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 TOO_LARGE = 2**60
@@ -71,7 +71,7 @@ class TableStoreContract:
         asked = layout(
             dim=dim, slot_widths=slot_widths, with_sum=with_sum, row_capacity=row_capacity
         )
-        made = store.create_table(asked)
+        made = store.create(asked)
         for array in (made.keys, made.update_counts, made.last_steps):
             assert array.shape == (row_capacity,)
             assert array.dtype == np.int64
@@ -87,26 +87,26 @@ class TableStoreContract:
             assert array.dtype.isnative
 
     def test_a_new_table_has_no_past(self, store: Store) -> None:
-        made = store.create_table(layout())
+        made = store.create(layout())
         assert made.record == TableRecord()
         assert made.positions() == []
         assert list(made.events()) == []
         assert made.reserved_row_count == 0
 
     def test_a_name_is_used_once_but_parameters_have_their_own(self, store: Store) -> None:
-        store.create_table(layout("t"))
-        store.create_table(layout("T"))
+        store.create(layout("t"))
+        store.create(layout("T"))
         with pytest.raises(ValueError, match="'t' exists"):
-            store.create_table(layout("t"))
+            store.create(layout("t"))
 
     def test_a_table_without_room_is_an_error_and_its_name_stays_free(self, store: Store) -> None:
         with pytest.raises(self.no_room_error, match="'t'") as caught:
-            store.create_table(layout(row_capacity=TOO_LARGE))
+            store.create(layout(row_capacity=TOO_LARGE))
         assert caught.value.table == "t"
-        store.create_table(layout())
+        store.create(layout())
 
     def test_committed_rows_are_as_they_were_written(self, store: Store) -> None:
-        made = store.create_table(layout())
+        made = store.create(layout())
         for worker_id in ("w0", "w1"):
             add_seat(made, worker_id)
         position = Position(1, 7, 3)
@@ -125,7 +125,7 @@ class TableStoreContract:
         made.sync()
 
     def test_a_change_hands_out_copies_of_rows(self, store: Store) -> None:
-        made = store.create_table(layout())
+        made = store.create(layout())
         put_rows(made, places_of(*range(10)), 5)
         put_rows(made, places_of(4), 7)
         put_sums(made, places_of(4, 5), 3)
@@ -153,7 +153,7 @@ class TableStoreContract:
     def test_a_change_of_rows_without_a_commit_never_began(
         self, store: Store, values: bool, sums: bool, fails: bool
     ) -> None:
-        made = store.create_table(layout())
+        made = store.create(layout())
         add_seat(made, "w0")
         some = places_of(*range(20))
         put_rows(made, some, 5)
@@ -190,7 +190,7 @@ class TableStoreContract:
 
     @pytest.mark.parametrize("fails", [False, True])
     def test_a_change_in_place_is_whole_or_never_was(self, store: Store, fails: bool) -> None:
-        made = store.create_table(layout(slot_widths=(3,)))
+        made = store.create(layout(slot_widths=(3,)))
         if not made.updates_in_place:
             return
         some, changing = places_of(*range(20)), places_of(19, 3, 7, 4)
@@ -218,7 +218,7 @@ class TableStoreContract:
         np.testing.assert_array_equal(made.weights[places_of(0, 18)], 5)
 
     def test_a_new_row_has_no_sum_of_a_change_that_never_was(self, store: Store) -> None:
-        made = store.create_table(layout())
+        made = store.create(layout())
         put_rows(made, places_of(0), 5)
         made.reserve(3)
         with made.change(places_of(1, 2), values=False, sums=True):
@@ -234,7 +234,7 @@ class TableStoreContract:
         self, store: Store, slot_widths: tuple[int, ...], is_committed: bool
     ) -> None:
         """Old rows and new ones, in no order; what is given is what the rows are."""
-        made = store.create_table(layout(slot_widths=slot_widths))
+        made = store.create(layout(slot_widths=slot_widths))
         put_rows(made, np.arange(5), 5)
         put_sums(made, places_of(1, 2), 6)
         before = rows_of(made, np.arange(5))
@@ -270,7 +270,7 @@ class TableStoreContract:
         made.verify(places)
 
     def test_a_change_of_no_rows(self, store: Store) -> None:
-        made = store.create_table(layout(slot_widths=(), with_sum=False))
+        made = store.create(layout(slot_widths=(), with_sum=False))
         add_seat(made, "w0")
         with made.change(places_of(), values=True, sums=True) as change:
             assert change.weights.shape == (0, 3)
@@ -279,7 +279,7 @@ class TableStoreContract:
         assert made.positions() == [Position(0, 1, 0)]
 
     def test_room_is_reserved_up_to_the_capacity(self, store: Store) -> None:
-        made = store.create_table(layout(row_capacity=100))
+        made = store.create(layout(row_capacity=100))
         made.reserve(40)
         assert 40 <= made.reserved_row_count <= 100
         made.reserve(10)
@@ -293,13 +293,13 @@ class TableStoreContract:
         assert_rows(made, places_of(99), 3)
 
     def test_the_largest_change(self, store: Store) -> None:
-        made = store.create_table(layout())
+        made = store.create(layout())
         put_rows(made, np.arange(64), 1)
         put_rows(made, np.arange(64)[::-1].copy(), 2)
         assert_rows(made, np.arange(64), 2)
 
     def test_closing_a_table_may_be_repeated(self, store: Store) -> None:
-        store.create_table(layout())
+        store.create(layout())
         store.close()
         store.close()
 
@@ -312,7 +312,7 @@ class TestMemoryStore(TableStoreContract):
 
     def test_memory_is_that_of_rows(self, store: Store) -> None:
         """2^29 rows of 128 KiB in a test that would not survive having them."""
-        made = store.create_table(layout(row_capacity=2**29, dim=2**14, slot_widths=()))
+        made = store.create(layout(row_capacity=2**29, dim=2**14, slot_widths=()))
         put_rows(made, places_of(0, 2**29 - 1), 3)
         assert_rows(made, places_of(2**29 - 1), 3)
 
@@ -324,7 +324,7 @@ class TestMmapStore(TableStoreContract):
         return MmapStore(path)
 
     def look_again(self, store: Store, made: TableStorage, places: np.ndarray) -> None:
-        again = reopened(made.directory.parent.parent)
+        again = reopened(made.home.path.parent.parent)
         again.verify(places)
         for one, other in zip(rows_of(again, places), rows_of(made, places), strict=True):
             np.testing.assert_array_equal(one, other)
@@ -366,7 +366,7 @@ def test_a_reopened_table_has_all_rows(
         with_sum=with_sum,
         description={"any": ["thing", 1, 0.1]},
     )
-    made = store.create_table(asked)
+    made = store.create(asked)
     for worker_id in ("w0", "w1", "w2"):
         add_seat(made, worker_id)
     made.log({"kind": "other", "number": 0.1})
@@ -405,13 +405,13 @@ def test_a_reopened_table_has_all_rows(
 def test_a_reopened_store_has_its_layout(store: MmapStore, tmp_path: Path) -> None:
     asked = [layout("t"), layout("T", dim=2, slot_widths=(), with_sum=False, row_capacity=9)]
     for one in asked:
-        store.create_table(one)
+        store.create(one)
     again = MmapStore(tmp_path)
     again.recover()
     assert [found for found, _ in again.recover_tables()] == asked
     with pytest.raises(ValueError, match="'T' exists"):
-        again.create_table(layout("T"))
-    again.create_table(layout("u"))
+        again.create(layout("T"))
+    again.create(layout("u"))
     third = MmapStore(tmp_path)
     third.recover()
     assert [found.name for found, _ in third.recover_tables()] == ["t", "T", "u"]
@@ -420,7 +420,7 @@ def test_a_reopened_store_has_its_layout(store: MmapStore, tmp_path: Path) -> No
 def test_files_cost_what_rows_do(store: MmapStore, tmp_path: Path) -> None:
     """2^34 rows, 16 TiB of files on a disk that has no such room."""
     asked = layout(dim=250, slot_widths=(), with_sum=False, row_capacity=2**34)
-    made = store.create_table(asked)
+    made = store.create(asked)
     put_rows(made, np.arange(64), 3)
     weights = tmp_path / "tables" / "000001" / "weights"
     assert weights.stat().st_size == 2**34 * 1000
@@ -430,7 +430,7 @@ def test_files_cost_what_rows_do(store: MmapStore, tmp_path: Path) -> None:
 
 
 def test_rows_of_an_earlier_process_are_verified_once(store: MmapStore, tmp_path: Path) -> None:
-    put_rows(store.create_table(layout()), np.arange(50), 3)
+    put_rows(store.create(layout()), np.arange(50), 3)
     again = reopened(tmp_path)
     again.weights[7, 1] = 4  # as damage would
     again.verify(np.arange(7))
@@ -449,7 +449,7 @@ def test_rows_of_an_earlier_process_are_verified_once(store: MmapStore, tmp_path
 
 
 def test_a_table_that_was_never_made_is_removed(store: MmapStore, tmp_path: Path) -> None:
-    store.create_table(layout())
+    store.create(layout())
     left = tmp_path / "tables" / "000002.new"
     left.mkdir()
     (left / "weights").write_bytes(b"half")
@@ -458,7 +458,7 @@ def test_a_table_that_was_never_made_is_removed(store: MmapStore, tmp_path: Path
 
 
 def test_tables_and_parameters_have_their_own_names(store: MmapStore, tmp_path: Path) -> None:
-    store.create_table(layout("t"))
+    store.create(layout("t"))
     parameter = Layout(name="t", slice_size=5, chunk_element_count=16, with_sum=False)
     store.create(parameter)
     again = MmapStore(tmp_path)

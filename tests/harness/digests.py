@@ -38,7 +38,7 @@ from shardwell.numerics.update_rules import UpdateRule, clip_factor, squared_nor
 from shardwell.numerics.weighted_mean import MeanFactors
 from shardwell.placement.rows import RowPlacement
 from shardwell_server import LocalCluster
-from shardwell_server.store import TableLayout
+from shardwell_server.store.contract import TableLayout
 from shardwell_server.store.row_checks import RowChecks
 
 RECORD = Path(__file__).parents[1] / "data/digests.json"

@@ -28,8 +28,8 @@ from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.quotas import ByteBudget, Usages
 from shardwell_server.shard.registry import Parameters
 from shardwell_server.shard.slice import SharedParts
-from shardwell_server.store import Store
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import Store
+from shardwell_server.store.memory import MemoryStore
 
 CHUNK_ELEMENT_COUNT = 16
 

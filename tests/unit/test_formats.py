@@ -23,7 +23,7 @@ from shardwell.specs.formats import CHECKPOINT, DIRECTORY, Format
 from shardwell_server import MmapGradientAccumulator
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.contribution_log import ContributionLog
-from shardwell_server.store import Layout, TableLayout
+from shardwell_server.store.contract import Layout, TableLayout
 from shardwell_server.store.files.data_dir import DataDir
 from shardwell_server.store.files.layout import read_layout
 from shardwell_server.store.journal.journal import sync_segments

@@ -29,7 +29,7 @@ from shardwell_server.accumulator.file_layout import (
 )
 from shardwell_server.accumulator.sums import SumMemory
 from shardwell_server.store.files.boot import kernel_boot_id
-from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, storage_error, sync_directory
+from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, storage_error, sync_path
 from shardwell_server.store.files.mapping import Mapping
 
 _BLANK_BLOCK_BYTES = 1 << 20
@@ -96,7 +96,7 @@ class GradientFile(SumMemory):
                     os.fsync(file)
                     os.replace(making, path)
                     reached("name")
-                    sync_directory(path.parent)
+                    sync_path(path.parent)
                 except BaseException:
                     with contextlib.suppress(OSError):
                         making.unlink()

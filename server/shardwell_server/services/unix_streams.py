@@ -48,12 +48,11 @@ async def _unimplemented(messages: Any, context: Any) -> None:
 
 
 class UnixStreams:
-    """The Unix socket's server, for the loop's thread; beyond `count_max`, calls go over gRPC."""
+    """The Unix socket's server of `methods`, for the loop's thread; beyond `count_max`, gRPC's."""
 
     def __init__(self, methods: Mapping[str, Any], count_max: int) -> None:
         self.address = ""
         self.methods = methods
-        """The handlers of gRPC's that are served here, by the path of their RPC."""
         self._count_max = count_max
         self._listener: socket.socket | None = None
         self._server: asyncio.Server | None = None

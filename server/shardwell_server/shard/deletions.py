@@ -29,7 +29,7 @@ import logging
 from typing import NamedTuple, TypeAlias
 
 from shardwell.errors import StorageError
-from shardwell_server.store import Event, Store
+from shardwell_server.store.contract import Event, Store
 
 _LOG = logging.getLogger("shardwell_server")
 REMEMBERED_MAX = 1024

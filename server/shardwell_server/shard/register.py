@@ -29,7 +29,7 @@ from shardwell.specs.learning_rate import factors_of, rate_of
 from shardwell_server.config import Limits
 from shardwell_server.shard.crews import Contributor, Crew, Seat, owner_event, owner_of
 from shardwell_server.shard.learning_rates import LearningRates
-from shardwell_server.store import Event, Storage
+from shardwell_server.store.contract import Event, Storage
 
 SeatT = TypeVar("SeatT", bound=Seat)
 

@@ -43,8 +43,13 @@ from shardwell_server.shard.quotas import ByteBudget, Counted, OwnedBytes, Usage
 from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.slice import ShardSlice, SharedParts
 from shardwell_server.shard.table.slice import TableSlice
-from shardwell_server.store import Layout, ParameterStorage, Store, TableLayout, TableStorage
-from shardwell_server.store.contract import Begin
+from shardwell_server.store.contract import (
+    Layout,
+    ParameterStorage,
+    Store,
+    TableLayout,
+    TableStorage,
+)
 
 
 class _Booked(NamedTuple):
@@ -264,7 +269,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
                 try:
                     end_calls()
                     with found.handing_over():  # the watch looks after its members no more
-                        self._remove_storage(name)
+                        self._store.remove(found.storage.layout)
                 except BaseException:
                     self._by_name[name] = found
                     del self._leaving[name]
@@ -381,7 +386,7 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
         usage.take(self._counted, **self._where(spec.name))
         try:
             with self._taken(stored, spec.name, self._size_beforehand(layout)):
-                self._create(layout, begin)  # both are made, or neither is
+                self._store.create(layout, begin)  # both are made, or neither is
         except BaseException:
             usage.add(self._counted, -1)
             raise
@@ -439,14 +444,6 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
     @abstractmethod
     def _size_of(self, storage: StorageT) -> int:
         """Returns the bytes that are known only when the storage is made."""
-
-    @abstractmethod
-    def _create(self, layout: LayoutT, begin: Begin[StorageT]) -> object:
-        """Makes the storage, which `begin` takes over."""
-
-    @abstractmethod
-    def _remove_storage(self, name: str) -> None:
-        """Removes the storage of one; StorageError: nothing changed."""
 
     @abstractmethod
     def _made(self, spec: SpecT, storage: StorageT, stored: OwnedBytes) -> OwnedT:
@@ -526,12 +523,6 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
     def _size_of(self, storage: ParameterStorage) -> int:
         return 0
 
-    def _create(self, layout: Layout, begin: Begin[ParameterStorage]) -> object:
-        return self._store.create(layout, begin)
-
-    def _remove_storage(self, name: str) -> None:
-        self._store.remove(name)
-
     def _made(
         self, spec: ParameterSpec, storage: ParameterStorage, stored: OwnedBytes
     ) -> ParameterSlice:
@@ -574,12 +565,6 @@ class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):
 
     def _size_of(self, storage: TableStorage) -> int:
         return storage.undo_bytes
-
-    def _create(self, layout: TableLayout, begin: Begin[TableStorage]) -> object:
-        return self._store.create_table(layout, begin)
-
-    def _remove_storage(self, name: str) -> None:
-        self._store.remove_table(name)
 
     def _made(self, spec: TableSpec, storage: TableStorage, stored: OwnedBytes) -> TableSlice:
         return TableSlice(spec, storage, stored, self._shared)

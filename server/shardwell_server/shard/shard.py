@@ -28,7 +28,7 @@ from shardwell_server.shard.sessions import RETURN_S_MAX, Sessions
 from shardwell_server.shard.slice import SharedParts
 from shardwell_server.shard.table.slice import TableSlice
 from shardwell_server.shard.watch import Watch
-from shardwell_server.store import Store
+from shardwell_server.store.contract import Store
 
 _Part: TypeAlias = ParameterSlice | TableSlice
 

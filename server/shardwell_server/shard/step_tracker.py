@@ -48,7 +48,7 @@ from shardwell.errors import StepOrderError
 from shardwell.rpc.session import Session
 from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.shard.crews import OpenPart, Seat, Tenure, Tracker
-from shardwell_server.store import ChunkRecord
+from shardwell_server.store.contract import ChunkRecord
 
 if TYPE_CHECKING:
     from shardwell_server.shard.sessions import Sessions

@@ -14,11 +14,13 @@ A store that outlives its process makes each transition and each change happen w
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,22 +33,20 @@ Event: TypeAlias = dict[str, Any]
 """A rare change as a JSON object; shard/parameter/register.py and its sibling have the kinds."""
 
 
-class Named(Protocol):
-    """A thing stored under a name, which may be given up."""
+class Storage(ABC):
+    """The common part of a parameter's and a table's storage.
 
-    is_retired: bool
+    Here and below, what has a body does what a storage without files does.
+    """
+
+    layout: Any
+    """Its Layout or TableLayout."""
+    is_retired = False
     """True once given up: calls that would change its files raise StorageError; reads go on."""
-
-    @property
-    def layout(self) -> Any:
-        """Returns its Layout or TableLayout."""
-
-
-class Storage(Named, Protocol):
-    """The common part of a parameter's and a table's storage."""
 
     def events(self) -> Sequence[Event]:
         """Returns the logged events, in order."""
+        return ()
 
     def log(self, event: Event) -> None:
         """Adds an event, kept when the call returns; StorageError: nothing changed."""
@@ -108,6 +108,7 @@ class Layout:
     """Room that `ParameterStorage.keep` has for a chunk; 0: nothing is kept."""
     description: dict[str, Any] = field(default_factory=dict)
     """A JSON object from which the shard makes the parameter again."""
+    kind: ClassVar = "parameter"
 
     @property
     def chunk_count(self) -> int:
@@ -116,6 +117,10 @@ class Layout:
     @property
     def size_bytes(self) -> int:
         return 4 * self.slice_size * (1 + self.with_sum + len(self.initial_slots))
+
+    @property
+    def contents(self) -> str:
+        return f"the {self.size_bytes} bytes of {self.name!r}"
 
 
 NO_SEAT = -1
@@ -127,7 +132,6 @@ class JournalEntry(NamedTuple):
 
     chunk_index: int
     seat_index: int
-    sequence: int
     step: int
     sample_count: int
     learning_rate: float
@@ -135,6 +139,8 @@ class JournalEntry(NamedTuple):
     """The codec's bytes; empty for an asynchronous step given up. With NO_SEAT a float64, the norm,
     or nothing where an open set is decided."""
     closes: bool = False
+    sequence: int = 0
+    """The chunk's transitions up to this one, which the storage counts."""
     exponent: int = 0
     """Format 2 and before: the power of two of a payload in fp16."""
 
@@ -149,7 +155,7 @@ class ChunkChange(Protocol):
         """Commits arrays, `record` and a seat's `step`; NO_SEAT: no step."""
 
 
-class ParameterStorage(Storage, Protocol):
+class ParameterStorage(Storage):
     """The storage of a slice. Chunks may change at once, each by one thread."""
 
     weights: Float32
@@ -157,47 +163,43 @@ class ParameterStorage(Storage, Protocol):
     gradient_sum: Float32 | None
     """(slice_size,): the open step's sum; None where one gradient makes an update."""
     slots: tuple[Float32, ...]
-    is_in_memory: bool
+    is_in_memory = False
     """True if no part has a file: no call waits for a disk, and a chunk may be `is_encoded`."""
+    is_torn = False
+    """True if the machine lost power, and only `verify` knows what the arrays hold."""
 
     def records(self) -> list[ChunkRecord]:
         """Returns the record of each chunk."""
+        return [ChunkRecord()] * self.layout.chunk_count
 
     def last_steps(self) -> list[list[int]]:
         """Returns each seat's last step for each chunk, -1 for none; by seat, then chunk."""
+        return []
 
+    @abstractmethod
     def change(
         self, chunk_index: int, transition: Transition
     ) -> AbstractContextManager[ChunkChange]:
         """Begins a transition; without `commit` in the block it never began."""
 
-    def journal(
-        self,
-        chunk_index: int,
-        seat_index: int,
-        step: int,
-        sample_count: int,
-        learning_rate: float,
-        payload: Bytes,
-        *,
-        closes: bool = False,
-    ) -> None:
+    def journal(self, entry: JournalEntry) -> None:
         """Notes a transition, under the chunk's lock; after StorageError it must not be made."""
 
     def replay(self) -> Iterable[JournalEntry]:
         """Yields contributions that the arrays lack, in order, to be counted first of all."""
-
-    @property
-    def is_torn(self) -> bool:
-        """True if the machine lost power, and only `verify` knows what the arrays hold."""
+        return ()
 
     @property
     def wants_image(self) -> bool:
         """True if an image is due."""
+        return False
 
-    def imaging(self) -> AbstractContextManager[Callable[[int], None]]:
+    @contextlib.contextmanager
+    def imaging(self) -> Iterator[Callable[[int], None]]:
         """Makes an image of chunks that the block passes, locked; in force after the block."""
+        yield lambda chunk_index: None
 
+    @abstractmethod
     def keep(self, chunk_index: int, version: int, encoded: bytes) -> None:
         """Keeps a chunk's encoded weights of a version, in place of another; survives the process.
 
@@ -206,6 +208,7 @@ class ParameterStorage(Storage, Protocol):
         the version or adds a seat.
         """
 
+    @abstractmethod
     def kept(self, chunk_index: int, version: int) -> bytes | None:
         """Returns the kept bytes of a version, unchecked; None: it has none."""
 
@@ -239,11 +242,18 @@ class TableLayout:
     with_sum: bool
     description: dict[str, Any] = field(default_factory=dict)
     """A JSON object from which the shard makes the table again."""
+    kind: ClassVar = "table"
+    chunk_count: ClassVar = 1
+    """A table is one, as far as workers' steps go."""
 
     @property
     def row_size_bytes(self) -> int:
         values = self.dim * (1 + self.with_sum) + sum(self.slot_widths)
         return 4 * values + 5 * 8 + self.with_sum * (8 + 1)
+
+    @property
+    def contents(self) -> str:
+        return f"the {self.row_capacity} rows of {self.row_size_bytes} bytes of {self.name!r}"
 
 
 LOADING = -1
@@ -325,7 +335,7 @@ class RowChange(Protocol):
         """Commits rows, `record` and a worker's position; StorageError: the change never began."""
 
 
-class TableStorage(Storage, Protocol):
+class TableStorage(Storage):
     """The storage of a table. Calls that change come from one thread at a time."""
 
     keys: Int64
@@ -341,33 +351,31 @@ class TableStorage(Storage, Protocol):
     """(row_capacity, dim): sums of the open step's gradients."""
     has_sum: npt.NDArray[np.bool_]
     """(row_capacity,): True where the row's sum has a meaning."""
-    updates_in_place: bool
+    updates_in_place = False
     """True if a change can be `in_place`; otherwise it is made of copies."""
+    record = TableRecord()
+    reserved_row_count = 0
+    """The number of places with room."""
+    undo_bytes = 0
+    """The bytes on disk for taking changes back; 0 without a disk."""
 
-    @property
-    def record(self) -> TableRecord:
-        """Returns the table's record."""
-
+    @abstractmethod
     def positions(self) -> list[Position]:
         """Returns the position of each seat."""
 
+    @abstractmethod
     def reserve(self, row_count: int, at_most: int | None = None) -> None:
         """Makes room for `row_count` places or more, up to `at_most`; or changes nothing."""
 
-    @property
-    def reserved_row_count(self) -> int:
-        """The number of places with room."""
-
+    @abstractmethod
     def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
         """Keeps rows as before a step, before its commit; False: they don't survive the process."""
 
+    @abstractmethod
     def kept_rows(self) -> Sequence[tuple[int, Int64, Float32]]:
         """Returns step, ids and rows that an earlier process kept; StorageError: unreadable."""
 
-    @property
-    def undo_bytes(self) -> int:
-        """The bytes on disk for taking changes back; 0 without a disk."""
-
+    @abstractmethod
     def change(
         self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> AbstractContextManager[RowChange]:
@@ -390,29 +398,29 @@ class TableStorage(Storage, Protocol):
 # Both.
 
 
-Kind = TypeVar("Kind")
-Begin = Callable[[Kind], None]
+Begin: TypeAlias = Callable[[Any], None]
 """Takes over storage that was just made, before other code sees it."""
 
 
-def check_not_retired(storage: Named) -> None:
+def check_not_retired(storage: Storage) -> None:
     """Raises StorageError if the storage was given up."""
     if storage.is_retired:
         raise StorageError(f"{storage.layout.name!r} was given up meanwhile; open it again")
 
 
-def nothing(storage: object) -> None:
-    """Takes over nothing."""
+class Store(ABC):
+    """The storage of one shard, without files where a method has a body.
 
-
-class Store(Protocol):
-    """The storage of one shard. Calls come from one thread at a time."""
+    Calls come from one thread at a time.
+    """
 
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
         """Recovers an earlier process's parameters, first, once; StorageError names the fault."""
+        return []
 
     def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
         """Recovers an earlier process's tables; called after `recover`, once."""
+        return []
 
     def check_present(self) -> None:
         """Raises StorageError if `look` has found something missing."""
@@ -423,37 +431,35 @@ class Store(Protocol):
     def recovered(self) -> None:
         """Ends recovery: the caller has taken over all parameters and tables."""
 
-    def create(self, layout: Layout, begin: Begin[ParameterStorage] = nothing) -> ParameterStorage:
-        """Makes a parameter's storage under a unique name; if `begin` fails, it was never made.
+    @abstractmethod
+    def create(self, layout: Layout | TableLayout, begin: Begin = lambda storage: None) -> Any:
+        """Makes storage under a name unique in its kind; if `begin` fails, it was never made.
 
         LimitError: no memory. StorageError: no room on the disk, or it can't be written to.
         """
 
-    def create_table(
-        self, layout: TableLayout, begin: Begin[TableStorage] = nothing
-    ) -> TableStorage:
-        """Makes a table's storage, as `create` does."""
-
+    @abstractmethod
     def rename(self, name: str, layout: Layout | TableLayout) -> Any:
         """Renames an earlier process's storage, for `Registry.take_back`, and retires the old one.
 
         No call changes it meanwhile. StorageError: it has its old name.
         """
 
-    def remove(self, name: str) -> None:
+    @abstractmethod
+    def remove(self, layout: Layout | TableLayout) -> None:
         """Removes storage and files, or none of it; its arrays stay valid for their users."""
 
-    def remove_table(self, name: str) -> None:
-        """Removes a table's storage, as `remove` does."""
-
+    @abstractmethod
     def name_events(self) -> Sequence[Event]:
         """Returns the events that `log_name` noted, in order; called after `recover`."""
 
+    @abstractmethod
     def log_name(self, event: Event, compacted: Sequence[Event]) -> None:
         """Notes what became of a name; earlier removals survive a loss of power with it.
 
         `compacted` says as much as all events and this one. StorageError: nothing is noted.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Releases all; the arrays are not used afterwards."""

@@ -25,7 +25,7 @@ from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell_server.store.contract import Places
-from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
+from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile, whole_pages
 from shardwell_server.store.row_arrays import Rows, gather, scatter
 
 _HEAD = struct.Struct("<QQQ")
@@ -37,7 +37,7 @@ ARRAY_COUNT_MAX = 64
 def entry_bytes(arrays: Sequence[Rows], row_count_max: int) -> int:
     """Returns the bytes, in whole pages, of an entry for changes of up to `row_count_max` rows."""
     size = PAGE_SIZE_BYTES + sum(_room(stride, row_count_max) for stride in _strides(arrays))
-    return -(-size // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+    return whole_pages(size)
 
 
 def _strides(arrays: Sequence[Rows]) -> list[int]:

@@ -32,7 +32,7 @@ from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table.slice import TableSlice
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 CONFIG = ShardConfig(shard_index=0, shard_count=1, limits=Limits(worker_count_max=2))

@@ -23,9 +23,9 @@ from shardwell_server.config import Durability, ShardConfig
 from shardwell_server.shard.parameter import slice as parameter_slice
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table import slice as table_slice
-from shardwell_server.store import Store
+from shardwell_server.store.contract import Store
 from shardwell_server.store.files import atomic_directory as numbered
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 SGD = shardwell.SGD(learning_rate=1.0)

@@ -106,7 +106,7 @@ def test_what_is_behind_a_damaged_end_decides_nothing(tmp_path: Path) -> None:
 def entry(number: int) -> JournalEntry:
     payload = np.full(40 + number * 37 % 900, number % 251, np.uint8)
     rate = GroupedRate(0.5, [1.0, number]) if number % 2 else 0.5
-    return JournalEntry(number, 1, number + 1, 5, 3, rate, payload)
+    return JournalEntry(number, 1, 5, 3, rate, payload, sequence=number + 1)
 
 
 def test_entries_come_back_as_they_were(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def write(directory: Path, count: int, *, synced: int) -> list[int]:
     journal = Journal(directory, lambda _: None)
     journal.begin_segment()
     for number in range(count):
-        journal.append(pack_entry(entry(number), SALT))
+        journal.append(pack_entry(entry(number), SALT), 0)
         if number + 1 == synced:
             journal.sync()
     journal._let_go()  # as good as killed
@@ -196,7 +196,7 @@ def test_blocks_that_are_lost_in_any_order(
         journal.begin_segment()
         acknowledged = len(standing)
         for _ in range(drawn.randint(0, 12)):
-            journal.append(pack_entry(entry(number), SALT))
+            journal.append(pack_entry(entry(number), SALT), 0)
             standing.append(number)
             number += 1
             if drawn.random() < 0.3:

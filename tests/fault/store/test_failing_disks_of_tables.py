@@ -22,9 +22,9 @@ from harness.stories.crash import SameMachine
 from harness.stories.images import image_of, restore
 from harness.stories.table import LAYOUT, STORY, State, Step, apply, make, state_of, tell
 from shardwell.errors import StorageError
-from shardwell_server.store import TableLayout, TableStorage
+from shardwell_server.store.contract import TableLayout, TableStorage
 from shardwell_server.store.files.sparse import EXTENT_BYTES_MIN
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 DISK_BYTES = 4 * EXTENT_BYTES_MIN
@@ -59,7 +59,7 @@ def test_each_call_of_the_system_fails_once_for_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = FailingSystem(monkeypatch)
-    tell(opened(restore({}, tmp_path / "store")).create_table(LAYOUT))
+    tell(opened(restore({}, tmp_path / "store")).create(LAYOUT))
     call_count = system.call_count
     assert call_count > 40
     told_count = 0
@@ -84,10 +84,10 @@ def story_that_is_told_again(store: MmapStore, path: Path) -> str:
     """Tells it, again from where it failed; what the error said."""
     made: list[TableStorage] = []
     done: list[State] = []
-    message = refusal(lambda: made.append(store.create_table(LAYOUT)))
+    message = refusal(lambda: made.append(store.create(LAYOUT)))
     if message:
         assert [*path.glob("tables/*")] == []
-        made.append(store.create_table(LAYOUT))
+        made.append(store.create(LAYOUT))
     (storage,) = made
     later = refusal(lambda: tell(storage, answered=lambda: done.append(state_of(storage))))
     if later:
@@ -132,7 +132,7 @@ def fill_rows(storage: TableStorage, count: int) -> None:
 def test_rows_are_made_until_the_disk_is_full(disk: SmallDisk) -> None:
     """In more than one table, of which neither dies of it, and existing rows go on."""
     store = opened(disk.path)
-    small, large = store.create_table(LAYOUT), store.create_table(LARGE)
+    small, large = store.create(LAYOUT), store.create(LARGE)
     tell(small)
     ballast = disk.path / "ballast"
     ballast.write_bytes(bytes(EXTENT_BYTES_MIN))
@@ -163,10 +163,10 @@ def test_rows_are_made_until_the_disk_is_full(disk: SmallDisk) -> None:
         large.weights[:64] = change.weights + 1
         change.commit(record, None)
     with pytest.raises(StorageError, match=r"'other' failed.*free space"):
-        store.create_table(TableLayout(**{**vars(LAYOUT), "name": "other"}))
+        store.create(TableLayout(**{**vars(LAYOUT), "name": "other"}))
     disk.empty()
     fill_rows(large, 64)
-    store.create_table(TableLayout(**{**vars(LAYOUT), "name": "other"}))
+    store.create(TableLayout(**{**vars(LAYOUT), "name": "other"}))
     state = state_of(small)
     again = opened(disk.path)
     (_, small), (_, large), _ = again.recover_tables()
@@ -178,7 +178,7 @@ def test_rows_are_made_until_the_disk_is_full(disk: SmallDisk) -> None:
 
 
 def test_a_table_on_a_disk_that_is_read_only(disk: SmallDisk) -> None:
-    tell(opened(disk.path).create_table(LAYOUT))
+    tell(opened(disk.path).create(LAYOUT))
     disk.remount("ro")
     try:
         with pytest.raises(StorageError, match=r"tables.*remount the disk for writing"):
@@ -196,11 +196,11 @@ def test_files_may_not_be_so_large(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
         with pytest.raises(StorageError, match=r"'large' failed.*ulimit -f"):
-            store.create_table(LARGE)
-        tell(store.create_table(LAYOUT))
+            store.create(LARGE)
+        tell(store.create(LAYOUT))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    store.create_table(LARGE)
+    store.create(LARGE)
 
 
 def test_no_more_open_files_for_a_table(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def test_no_more_open_files_for_a_table(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
     try:
         with pytest.raises(StorageError, match=r"ulimit -n"):
-            store.create_table(LAYOUT)
+            store.create(LAYOUT)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    tell(store.create_table(LAYOUT))
+    tell(store.create(LAYOUT))
     assert len([*(tmp_path / "store" / "tables").iterdir()]) == 1

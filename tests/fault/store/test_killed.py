@@ -23,7 +23,7 @@ from harness.stories.crash import SameMachine
 from harness.stories.images import Image, image_of, restore, torn
 from harness.stories.killed import STORIES, WritesOf
 from shardwell.numerics import elementwise
-from shardwell_server.store import ChunkRecord, Layout, Transition
+from shardwell_server.store.contract import ChunkRecord, Layout, Transition
 from shardwell_server.store.mmap.store import MmapStore
 from shardwell_server.store.mmap.undo import ENTRY_COUNT_MAX
 

@@ -27,8 +27,8 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire import messages as framing
 from shardwell_server.config import Durability
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import Store
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import Store
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 SIZE = 2 * BLOCK + 30

@@ -103,7 +103,7 @@ def test_images_that_fail_leave_the_journal_short(
     storage = JOURNALED.recovered(path)
     take_seats(storage)
     apply(storage, STORY[0], 1)
-    monkeypatch.setattr(storage._journaling, "wants_image", True)
+    monkeypatch.setattr(storage._journal, "wants_image", True)
     full.set()
     for _ in range(5):
         with pytest.raises(StorageError, match="free space"):
@@ -134,7 +134,7 @@ def test_an_image_verifies_no_row_that_is_being_changed(
         verify(places)
 
     monkeypatch.setattr(storage, "verify", checked)
-    monkeypatch.setattr(storage._journaling, "wants_image", True)
+    monkeypatch.setattr(storage._journal, "wants_image", True)
     storage.make_image(lambda: False)
     assert found
     assert all(found)
@@ -218,7 +218,7 @@ def test_an_image_newer_than_its_journal_is_refused(
     path = tmp_path / "store"
     storage = JOURNALED.recovered(restore({}, path))
     take_seats(storage)
-    monkeypatch.setattr(storage._journaling, "wants_image", True)
+    monkeypatch.setattr(storage._journal, "wants_image", True)
     steps = iter(range(len(STORY)))
 
     def one() -> bool:

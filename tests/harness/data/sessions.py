@@ -18,7 +18,7 @@ from shardwell_server.shard.sessions import Sessions
 from shardwell_server.shard.slice import SharedParts
 from shardwell_server.shard.step_tracker import StepTracker
 from shardwell_server.shard.table.step_tracker import TableStepTracker
-from shardwell_server.store import ChunkRecord
+from shardwell_server.store.contract import ChunkRecord
 
 
 def session_of(worker_id: str, life: int = 0) -> Session:

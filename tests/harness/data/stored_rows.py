@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwell_server.store import Position, TableLayout, TableRecord, TableStorage
+from shardwell_server.store.contract import Position, TableLayout, TableRecord, TableStorage
 from shardwell_server.store.mmap.store import MmapStore
 
 

@@ -13,7 +13,7 @@ from harness.stories.parameter import CONFIG, State, short_blocks, state_of, sto
 from shardwell_server.config import Durability
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store.files.boot import Boot
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 

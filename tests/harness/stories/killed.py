@@ -31,9 +31,9 @@ from harness.stories.crash import SameMachine, Written
 from harness.stories.images import image_of
 from shardwell_server.config import Durability
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import TableStorage
+from shardwell_server.store.contract import TableStorage
 from shardwell_server.store.files.boot import Boot
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 if TYPE_CHECKING:

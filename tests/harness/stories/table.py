@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwell_server.store import FREE, Position, Store, TableLayout, TableRecord, TableStorage
+from shardwell_server.store.contract import (
+    FREE,
+    Position,
+    Store,
+    TableLayout,
+    TableRecord,
+    TableStorage,
+)
 
 State = dict[str, Any]
 LAYOUT = TableLayout(
@@ -64,7 +71,7 @@ def make(store: Store) -> TableStorage:
     store.recover()
     found = store.recover_tables()
     store.recovered()
-    return found[0][1] if found else store.create_table(LAYOUT)
+    return found[0][1] if found else store.create(LAYOUT)
 
 
 def take_seats(storage: TableStorage) -> None:

@@ -41,7 +41,7 @@ from shardwell_server import LocalCluster
 from shardwell_server.config import Limits
 from shardwell_server.services import unix_streams
 from shardwell_server.shard.sessions import Sessions
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.memory import MemoryStore
 
 pytestmark = [
     pytest.mark.same_host,

@@ -28,8 +28,8 @@ from shardwell.wire import checksum, images
 from shardwell.wire import messages as framing
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
-from shardwell_server.store import Layout
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import Layout
+from shardwell_server.store.memory import MemoryStore
 
 SIZE = BLOCK + 50
 WHERE = Slice(0, SIZE)

@@ -23,8 +23,8 @@ from shardwell.specs.table import TableSpec
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.deletions import REMEMBERED_MAX, Deletions
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import Event, Store
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import Event, Store
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap import storage as storage_module
 from shardwell_server.store.mmap.store import MmapStore
 
@@ -107,8 +107,8 @@ def test_killed_at_every_write(tmp_path: Path, kind: str, shard_index: int) -> N
         for part in (
             store,
             store._names,
-            store._parameters._directories,
-            store._tables._directories,
+            store._parameters.directories,
+            store._tables.directories,
         ):
             part._reached = reached
         try:
@@ -363,7 +363,7 @@ def test_what_can_t_be_removed_stays_as_it_was(tmp_path: Path, monkeypatch, kind
     registry = registry_of(shard, kind)
     with monkeypatch.context() as patch:
         for each in (shard._store._parameters, shard._store._tables):
-            patch.setattr(each._directories, "remove", failing)
+            patch.setattr(each.directories, "remove", failing)
         with pytest.raises(StorageError, match="the disk failed"):
             delete(shard, kind, 7)
     assert registry.get(name_of(kind)).incarnation == 7

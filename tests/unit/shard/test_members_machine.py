@@ -51,8 +51,8 @@ from shardwell_server.shard.parameter.averaging import (
     close_full_step,
 )
 from shardwell_server.shard.step_tracker import ParameterSeat
-from shardwell_server.store import ChunkRecord
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import ChunkRecord
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 SHARD_COUNT, CHUNK_COUNT = 2, 2

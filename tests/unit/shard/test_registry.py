@@ -23,8 +23,8 @@ from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.deletions import Deletions
 from shardwell_server.shard.quotas import ByteBudget, Usages
 from shardwell_server.shard.registry import Tables
-from shardwell_server.store import Store, TableLayout, TableStorage
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import Store, TableLayout, TableStorage
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 SPEC = TableSpec(

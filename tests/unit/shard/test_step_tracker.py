@@ -15,7 +15,7 @@ from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.shard.crews import RETURN_AFTER_END_S
 from shardwell_server.shard.sessions import Sessions
 from shardwell_server.shard.step_tracker import Decision, ParameterSeat, StepTracker
-from shardwell_server.store import ChunkRecord
+from shardwell_server.store.contract import ChunkRecord
 
 
 def tracker(chunk_count: int = 1, worker_count: int = 2, worker_count_max: int = 9) -> StepTracker:

@@ -26,7 +26,7 @@ from shardwell import SGD, ParameterSpec
 from shardwell.errors import LimitError, SeatsTakenError, StepOrderError
 from shardwell_server.config import Limits
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store import FREE, Position, TableRecord, TableStorage
+from shardwell_server.store.contract import FREE, Position, TableRecord, TableStorage
 
 NAMES = ["first", "second"]
 WORKERS = ["w0", "w1", "w2", "w3"]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwell.numerics import native
-from shardwell_server.store import FREE, TableLayout
+from shardwell_server.store.contract import FREE, TableLayout
 from shardwell_server.store.row_checks import RowChecks, _ArrayHash, _Words
 
 SALT = 0x12345678

@@ -34,7 +34,7 @@ from shardwell.numerics.update_rules import (
     exact_sum,
 )
 from shardwell_server.shard.parameter.image import ChunkImage
-from shardwell_server.store import ChunkChange, ChunkRecord
+from shardwell_server.store.contract import ChunkChange, ChunkRecord
 
 _PAYLOAD, _TOTAL, _FIRST, _EXPONENTS = range(SECOND_SLOT + 1, SECOND_SLOT + 5)
 """Places beside those of update rules. _FIRST and _EXPONENTS: `Codec.kept` of the sum's memory."""

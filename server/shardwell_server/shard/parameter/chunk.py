@@ -13,7 +13,7 @@ from shardwell.specs.parameter import ParameterSpec
 from shardwell_server.shard.deadline import Changes
 from shardwell_server.shard.parameter.averaging import ChunkState
 from shardwell_server.shard.parameter.image import ChunkImage
-from shardwell_server.store import ParameterStorage
+from shardwell_server.store.contract import ParameterStorage
 
 
 class Chunk:

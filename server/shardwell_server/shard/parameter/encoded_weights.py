@@ -22,7 +22,7 @@ from shardwell.wire.chunks import ChunkCodec
 from shardwell_server.shard.errors import diverged
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.image import ChunkImage
-from shardwell_server.store import ParameterStorage
+from shardwell_server.store.contract import ParameterStorage
 
 
 class _Form(NamedTuple):

@@ -19,7 +19,7 @@ from shardwell.wire.chunks import ChunkCodec, check_chunk
 from shardwell_server.shard.errors import non_finite
 from shardwell_server.shard.parameter.chunk import Chunk, ImageWriter
 from shardwell_server.shard.parameter.state import ParameterState
-from shardwell_server.store import ChunkRecord, check_not_retired
+from shardwell_server.store.contract import ChunkRecord, check_not_retired
 
 _CODEC = ChunkCodec(CODECS["fp32"], allow_non_finite=True)
 

@@ -16,7 +16,7 @@ from shardwell_server.shard.contribution_log import ClosedSet
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
-from shardwell_server.store import ParameterStorage
+from shardwell_server.store.contract import ParameterStorage
 
 STEP_COUNT_MAX = 16
 """Closed steps that are known."""

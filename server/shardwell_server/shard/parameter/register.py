@@ -27,7 +27,7 @@ from shardwell_server.shard.deadline import Changes, RequestDeadline
 from shardwell_server.shard.parameter.first_weights import FirstWeightsState
 from shardwell_server.shard.register import SliceRegister
 from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
-from shardwell_server.store import Event, ParameterStorage
+from shardwell_server.store.contract import Event, ParameterStorage
 
 _CLAIM_LOOK_S = 0.2
 """A client that waits for first weights looks so often for a sender whose time is over."""

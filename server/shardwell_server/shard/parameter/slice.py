@@ -46,7 +46,8 @@ from shardwell_server.shard.parameter.steps import (
 from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.slice import ShardSlice, SharedParts
 from shardwell_server.shard.step_tracker import Decision, ParameterSeat
-from shardwell_server.store import (
+from shardwell_server.store.contract import (
+    JournalEntry,
     ParameterStorage,
 )
 
@@ -213,8 +214,9 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
             if is_empty and peak == 0.0 and not self._tracker.is_sync:
                 chunk.verify()
                 nothing = np.empty(0, np.uint8)
+                first_step = seat.tenure.first_step
                 self.storage.journal(
-                    index, seat.index, seat.tenure.first_step + step, 0, 0.0, nothing
+                    JournalEntry(index, seat.index, first_step + step, 0, 0.0, nothing)
                 )
                 self.steps.pass_over(index, seat, step, header.crc32c)
                 return True
@@ -234,7 +236,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 self.steps.check_state(chunk, index, summed, seat, learning_rate, what)
             is_grace_over = self.sets.grace_over[index] == version
             closes = self._tracker.is_complete(index, seat, is_grace_over=is_grace_over)
-            self.storage.journal(
+            entry = JournalEntry(
                 index,
                 seat.index,
                 seat.tenure.first_step + step,
@@ -243,6 +245,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 contribution.payload,
                 closes=closes and self.has_open_sets,
             )
+            self.storage.journal(entry)
             # What overflows is found where weights are encoded.
             begun_s = self.steps.count(
                 chunk, index, summed, seat, step, learning_rate, header.crc32c, closes=closes

@@ -15,7 +15,7 @@ from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.slice import SharedParts, SliceState
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
-from shardwell_server.store import ParameterStorage
+from shardwell_server.store.contract import ParameterStorage
 
 
 class ParameterState(SliceState[ParameterSeat]):

@@ -50,8 +50,13 @@ from shardwell_server.shard.parameter.averaging import (
 from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.state import ParameterState
 from shardwell_server.shard.step_tracker import Decision, ParameterSeat
-from shardwell_server.store import NO_SEAT, ChunkRecord, Transition, check_not_retired
-from shardwell_server.store.contract import JournalEntry
+from shardwell_server.store.contract import (
+    NO_SEAT,
+    ChunkRecord,
+    JournalEntry,
+    Transition,
+    check_not_retired,
+)
 
 NORM_SIZE_BYTES = 8
 """Bytes of a step's end in a journal: a float64."""
@@ -262,7 +267,9 @@ class Steps:
             chunk.verify()
             rate = self._register.rates.at(record.version)
             nothing = np.empty(0, np.uint8)
-            self._storage.journal(index, NO_SEAT, record.version, 0, rate, nothing, closes=True)
+            self._storage.journal(
+                JournalEntry(index, NO_SEAT, record.version, 0, rate, nothing, closes=True)
+            )
             self.decide(chunk, index, rate)
             chunk.changed.notify_all()
             self._spans.add(SPAN_KIND_UPDATE, self._spec.name, record.version, index, "", begin_ns)
@@ -393,7 +400,7 @@ class StepsByNorm(Steps):
                     chunk.verify()
                     rate = self._register.rates.at(step)
                     payload = np.array([counted]).view(np.uint8)
-                    self._storage.journal(index, NO_SEAT, step, 0, rate, payload)
+                    self._storage.journal(JournalEntry(index, NO_SEAT, step, 0, rate, payload))
                     self._close(chunk, index, counted, rate)
                     chunk.changed.notify_all()
                     self._spans.add(SPAN_KIND_UPDATE, self._spec.name, step, index, "", begin_ns)

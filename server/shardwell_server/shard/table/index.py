@@ -22,8 +22,7 @@ from shardwell.placement.rows import Ids, RowPlacement
 from shardwell.specs.table import TableSpec
 from shardwell_server.shard.table.hash_slots import SlotTable
 from shardwell_server.shard.table.row_slots import RowSlots
-from shardwell_server.store import FREE, TableStorage
-from shardwell_server.store.contract import Places
+from shardwell_server.store.contract import FREE, Places, TableStorage
 from shardwell_server.store.lazy_memory import lazy_zeros
 
 

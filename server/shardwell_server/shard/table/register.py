@@ -17,7 +17,7 @@ from shardwell_server.config import Limits
 from shardwell_server.shard.learning_rates import LearningRates
 from shardwell_server.shard.register import SliceRegister
 from shardwell_server.shard.table.step_tracker import TableSeat, TableStepTracker
-from shardwell_server.store import Event, TableStorage
+from shardwell_server.store.contract import Event, TableStorage
 
 
 class TableRegister(SliceRegister[TableSeat]):

@@ -6,8 +6,7 @@ import numpy as np
 
 from shardwell.errors import LimitError
 from shardwell_server.shard.quotas import OwnedBytes
-from shardwell_server.store import FREE, TableLayout, TableStorage
-from shardwell_server.store.contract import Places
+from shardwell_server.store.contract import FREE, Places, TableLayout, TableStorage
 
 _SMALLEST_STACK = 1024
 

@@ -29,8 +29,15 @@ from shardwell_server.shard.table.index import rebuild_index
 from shardwell_server.shard.table.reading_lock import ReadingLock
 from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.snapshot import TableSnapshots
-from shardwell_server.store import FREE, Position, RowChange, TableRecord, TableStorage
-from shardwell_server.store.contract import Int64, Places
+from shardwell_server.store.contract import (
+    FREE,
+    Int64,
+    Places,
+    Position,
+    RowChange,
+    TableRecord,
+    TableStorage,
+)
 from shardwell_server.store.gradient_rows import Cell, add_rows, first_bad_cell, touched_rows
 
 _LOG = logging.getLogger("shardwell_server")

@@ -47,7 +47,7 @@ from shardwell_server.shard.table.rows import NonFiniteSumError
 from shardwell_server.shard.table.scan import TableScan
 from shardwell_server.shard.table.state import TableState
 from shardwell_server.shard.table.step_tracker import TableSeat
-from shardwell_server.store import TableRecord, TableStorage
+from shardwell_server.store.contract import TableRecord, TableStorage
 
 _ENDING = "end the step with what is counted of it"
 _CLOSED_SET_COUNT_MAX = 16

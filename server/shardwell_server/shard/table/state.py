@@ -16,7 +16,7 @@ from shardwell_server.shard.table.row_slots import RowSlots
 from shardwell_server.shard.table.rows import TableRows
 from shardwell_server.shard.table.snapshot import TableSnapshots
 from shardwell_server.shard.table.step_tracker import TableSeat, TableStepTracker
-from shardwell_server.store import TableStorage
+from shardwell_server.store.contract import TableStorage
 
 
 class TableState(SliceState[TableSeat]):

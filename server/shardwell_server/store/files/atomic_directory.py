@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwell.errors import StorageError
-from shardwell_server.store.files.mapped import storage_error, sync_directory
+from shardwell_server.store.files.mapped import failing, storage_error, sync_path
 
 _NUMBER = re.compile(r"[0-9]{6,}")
 
@@ -32,21 +32,17 @@ class AtomicDirectories:
 
     def existing(self) -> Iterator[Path]:
         """Yields the finished directories, in order; removes unfinished ones. Called first."""
-        try:
+        with failing(self._path, "reading it"):
             self._path.mkdir(exist_ok=True)
             entries = sorted(self._path.iterdir())
-        except OSError as error:
-            raise storage_error(self._path, error, "reading it") from None
         for entry in entries:
             number = entry.name.removesuffix(".new")
             if not (_NUMBER.fullmatch(number) and entry.is_dir() and not entry.is_symlink()):
                 raise StorageError(f"{entry} is none of shardwell's files; move it away")
             self._next_number = max(self._next_number, int(number) + 1)
             if entry.name.endswith(".new"):
-                try:
+                with failing(entry, "removing what was never made"):
                     shutil.rmtree(entry)
-                except OSError as error:
-                    raise storage_error(entry, error, "removing what was never made") from None
             else:
                 yield entry
 
@@ -66,11 +62,11 @@ class AtomicDirectories:
             fill(making)
             self._reached("files")
             if self.is_synced:
-                sync_directory(making)
+                sync_path(making)
             os.replace(making, directory)
             at = directory
             if self.is_synced:
-                sync_directory(self._path)
+                sync_path(self._path)
             self._reached("files' name")
             yield directory
         except Exception as error:
@@ -91,14 +87,12 @@ class AtomicDirectories:
     def remove(self, directory: Path) -> None:
         """Removes a directory: without its name it is gone; its files go at the next start."""
         gone = directory.with_suffix(".new")
-        try:
+        with failing(directory, "removing it"):
             os.replace(directory, gone)
-        except OSError as error:
-            raise storage_error(directory, error, "removing it") from None
         self._reached("removed files' name")
         shutil.rmtree(gone, ignore_errors=True)
         self._reached("removed files")
 
     def sync(self) -> None:
         if self._path.exists():
-            sync_directory(self._path)
+            sync_path(self._path)

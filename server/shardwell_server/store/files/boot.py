@@ -7,10 +7,9 @@ machine. So `boot.json` holds which start of the machine wrote last, and whether
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
-from shardwell_server.store.files.mapped import storage_error, sync_directory
+from shardwell_server.store.files.mapped import failing, replace_file
 
 _BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
@@ -37,16 +36,8 @@ class Boot:
 
     def mark(self, state: str) -> None:
         """Notes a state: "recovering" from torn files, "running", or "clean": all is synced."""
-        written = self._path.with_suffix(".new")
-        try:
-            with written.open("w") as file:
-                json.dump({"boot_id": self._boot_id, "state": state}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(written, self._path)
-            sync_directory(self._path.parent)
-        except OSError as error:
-            raise storage_error(self._path, error, "writing it") from None
+        with failing(self._path, "writing it"):
+            replace_file(self._path, json.dumps({"boot_id": self._boot_id, "state": state}))
 
 
 def kernel_boot_id() -> str | None:

@@ -23,7 +23,7 @@ from shardwell.errors import StorageError
 from shardwell.process.connected import Closing
 from shardwell.specs.formats import DIRECTORY, software_version
 from shardwell_server.config import ShardConfig
-from shardwell_server.store.files.mapped import sync_directory
+from shardwell_server.store.files.mapped import replace_file
 from shardwell_server.store.files.presence import identity_of, is_at
 
 _LOG = logging.getLogger("shardwell_server")
@@ -100,14 +100,8 @@ def _text_of(identity: Mapping[str, object]) -> str:
 
 def write_record(path: Path, fields: Mapping[str, object]) -> None:
     """Writes a file of a few fields, with their checksum: all of it, or nothing."""
-    written = path.with_name(f"{path.name}.new")
     try:
-        with written.open("w") as file:
-            file.write(_text_of(fields))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(written, path)
-        sync_directory(path.parent)
+        replace_file(path, _text_of(fields))
     except OSError as error:
         raise DataDirError(
             f"{path} can't be written: {error.strerror}; free space on that disk, or give a "

@@ -6,17 +6,33 @@ import dataclasses
 import json
 import operator
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell.specs.formats import DIRECTORY, WHOLE_BLOCKS
 from shardwell_server.store.contract import Layout, TableLayout
-from shardwell_server.store.files.mapped import storage_error
+from shardwell_server.store.files.mapped import failing
 
 Kind = TypeVar("Kind", Layout, TableLayout)
+
+
+class Home(NamedTuple):
+    """The directory of one parameter or table, and what each of its files needs."""
+
+    path: Path
+    layout: Any
+    salt: int
+    """The start of all CRCs and checks, so that no other's files fit."""
+    reached: Callable[[str], None]
+    """A call at each point where a kill leaves another state; of tests."""
+
+    @property
+    def layout_name(self) -> str:
+        return f"{self.layout.kind}.json"
 
 
 def write_layout(path: Path, layout: Layout | TableLayout, salt: int) -> None:
@@ -36,10 +52,9 @@ def write_layout(path: Path, layout: Layout | TableLayout, salt: int) -> None:
 def read_layout(path: Path, kind: type[Kind]) -> tuple[Kind, int]:
     """Reads layout and salt from a file; StorageError: it is damaged, or another version's."""
     try:
-        text, _, crc = path.read_text().strip().rpartition("\n")
+        with failing(path, "reading it"):
+            text, _, crc = path.read_text().strip().rpartition("\n")
         found = json.loads(text)
-    except OSError as error:
-        raise storage_error(path, error, "reading it") from None
     except ValueError as error:
         raise StorageError(f"{path} is no JSON ({error}); restore it from a copy") from None
     found = found if isinstance(found, dict) else {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +17,11 @@ from shardwell_server.store.files.mapping import Mapping
 
 PAGE_SIZE_BYTES = 4096
 """Parts that grow, or are mapped alone, begin at multiples of it."""
+
+
+def whole_pages(size_bytes: int) -> int:
+    """Returns the bytes of as many pages as that needs."""
+    return -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
 
 
 def storage_error(path: Path, error: OSError, doing: str) -> StorageError:
@@ -33,6 +40,25 @@ def storage_error(path: Path, error: OSError, doing: str) -> StorageError:
     return StorageError(f"{path}: {doing} failed: {error.strerror}; {hint}")
 
 
+@contextlib.contextmanager
+def failing(path: Path, doing: str) -> Iterator[None]:
+    """Raises StorageError where a call of the system fails in the block."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(path, error, doing) from None
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Opens a file for the block."""
+    file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def reserve(file: int, size_bytes: int) -> None:
     """Makes a file that large and takes its disk space now; OSError: it may have grown.
 
@@ -42,22 +68,21 @@ def reserve(file: int, size_bytes: int) -> None:
         os.posix_fallocate(file, 0, size_bytes)
 
 
-def sync_directory(path: Path) -> None:
-    """Makes names in a directory survive a loss of power."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+def sync_path(path: Path) -> None:
+    """Makes a file's contents, or the names in a directory, survive a loss of power."""
+    with opened(path, os.O_RDONLY) as file:
         os.fsync(file)
-    finally:
-        os.close(file)
 
 
-def sync_file(path: Path) -> None:
-    """Makes a file's contents survive a loss of power."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file, which is on disk before it has its name; OSError: the old one stays."""
+    written = path.with_name(f"{path.name}.new")
+    with written.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(written, path)
+    sync_path(path.parent)
 
 
 NO_WORDS: memoryview[int] = memoryview(bytearray(8)).cast("Q")[:0]
@@ -75,21 +100,18 @@ class MappedFile:
 
     @classmethod
     def create(cls, path: Path, size_bytes: int) -> Self:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            reserve(file, size_bytes)
+        with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+            cls._make_room(file, size_bytes)
             return cls(path, file, size_bytes)
-        finally:
-            os.close(file)
+
+    @staticmethod
+    def _make_room(file: int, size_bytes: int) -> None:
+        reserve(file, size_bytes)
 
     @classmethod
     def open(cls, path: Path, size_bytes: int) -> Self:
         """Opens a file; StorageError: it is missing, can't be opened, or has another size."""
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise storage_error(path, error, "opening it") from None
-        try:
+        with failing(path, "opening it"), opened(path, os.O_RDWR) as file:
             found = os.fstat(file).st_size
             if found != size_bytes:
                 raise StorageError(
@@ -97,10 +119,6 @@ class MappedFile:
                     "replaced; restore the directory from a copy or a checkpoint"
                 )
             return cls(path, file, size_bytes)
-        except OSError as error:
-            raise storage_error(path, error, "mapping it") from None
-        finally:
-            os.close(file)
 
     def words(self, offset: int, count: int) -> memoryview[int]:
         """Returns a view of `count` words of 8 bytes; each is stored whole or not at all."""

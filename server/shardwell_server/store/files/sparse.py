@@ -12,10 +12,9 @@ import errno
 import mmap
 import os
 from pathlib import Path
-from typing import Self
 
 from shardwell.errors import StorageError
-from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile, storage_error
+from shardwell_server.store.files.mapped import MappedFile, failing, opened, whole_pages
 from shardwell_server.store.files.mapping import Mapping
 
 EXTENT_BYTES_MIN = 1 << 20
@@ -35,14 +34,9 @@ class SparseFile(MappedFile):
 
     reserved_bytes = 0
 
-    @classmethod
-    def create(cls, path: Path, size_bytes: int) -> Self:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            os.ftruncate(file, size_bytes)
-            return cls(path, file, size_bytes)
-        finally:
-            os.close(file)
+    @staticmethod
+    def _make_room(file: int, size_bytes: int) -> None:
+        os.ftruncate(file, size_bytes)
 
     def expect_random_access(self) -> None:
         if self._mapping is not None:
@@ -50,17 +44,12 @@ class SparseFile(MappedFile):
 
     def reserve(self, size_bytes: int) -> None:
         """Takes disk space for `size_bytes`, in whole pages; StorageError: nothing changed."""
-        size_bytes = min(-(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES, self.data.size)
+        size_bytes = self._whole_pages(size_bytes)
         if size_bytes <= self.reserved_bytes:
             return
-        try:
-            file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.posix_fallocate(file, self.reserved_bytes, size_bytes - self.reserved_bytes)
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise storage_error(self.path, error, "taking disk space for more rows") from None
+        doing = "taking disk space for more rows"
+        with failing(self.path, doing), opened(self.path, os.O_RDWR) as file:
+            os.posix_fallocate(file, self.reserved_bytes, size_bytes - self.reserved_bytes)
         self.reserved_bytes = size_bytes
 
     def give_back(self, kept_bytes: int, taken_bytes: int) -> None:
@@ -69,7 +58,7 @@ class SparseFile(MappedFile):
         A call that failed may have taken some of it. Where the file system takes nothing back, the
         space counts as reserved, and serves the next call.
         """
-        end = min(-(-taken_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES, self.data.size)
+        end = self._whole_pages(taken_bytes)
         if self._mapping is None or end <= kept_bytes:
             return
         with contextlib.suppress(OSError):
@@ -78,8 +67,10 @@ class SparseFile(MappedFile):
 
     def stands_reserved(self, size_bytes: int) -> None:
         """Notes that an earlier process has reserved that much; the disk has no work."""
-        pages = -(-size_bytes // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
-        self.reserved_bytes = min(pages, self.data.size)
+        self.reserved_bytes = self._whole_pages(size_bytes)
+
+    def _whole_pages(self, size_bytes: int) -> int:
+        return min(whole_pages(size_bytes), self.data.size)
 
 
 def _remove(mapping: Mapping, start: int, size_bytes: int) -> None:

@@ -11,7 +11,7 @@ entry that is not whole is the end. Before it, such an entry was damaged, and it
 had been acknowledged. The synced length is noted after each sync, and so is on disk after the next
 one, or when the kernel writes it by itself, within half a minute.
 
-Images lie beside the segments; `Journaling` says when one is due, and when the journal is synced:
+Images lie beside the segments; `Journal` says when one is due:
 
     image-000003/        one that is committed
     image-000005.new/    one under way, or cut off
@@ -37,7 +37,7 @@ from fastcrc import crc32
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes
 from shardwell.specs.formats import JOURNAL
-from shardwell_server.store.files.mapped import storage_error, sync_directory, sync_file
+from shardwell_server.store.files.mapped import failing, opened, storage_error, sync_path
 
 Buffer: TypeAlias = "bytes | memoryview[int]"
 EntryT = TypeVar("EntryT")
@@ -78,12 +78,6 @@ class NotWholeError(Exception):
         """True if it is whole up to the file's end, as a killed process may leave it."""
 
 
-def forget_segment_begun(directory: Path) -> None:
-    """Removes a segment that a killed process had begun to make."""
-    for path in _numbered(directory, _PREFIX, ".new").values():
-        path.unlink()
-
-
 def read_segment(
     path: Path, of: str, read: Callable[[Bytes, int], tuple[EntryT, int]]
 ) -> Iterator[tuple[EntryT, int]]:
@@ -109,28 +103,23 @@ def read_segment(
 
 def cut_off(path: Path, end: int) -> None:
     """Cuts off the bytes behind the last whole entry that were never synced."""
-    try:
+    with failing(path, "cutting off what was never synced"):
         data = _mapped(path)
         end = max(end, _synced_bytes(path, data))
         if data.size > end:
             os.truncate(path, end)
-    except OSError as error:
-        raise storage_error(path, error, "cutting off what was never synced") from None
 
 
 def sync_segments(directory: Path) -> None:
     """Syncs and notes all that an earlier process wrote; StorageError: a segment was damaged."""
     for path in segments(directory).values():
-        sync_file(path)
+        sync_path(path)
         size_bytes = path.stat().st_size
         if (directory / FAILED_NAME).exists() or _synced_bytes(path, _mapped(path)) == size_bytes:
             continue
-        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_WRONLY) as file:
             os.pwrite(file, _head(size_bytes), 0)
             os.fdatasync(file)
-        finally:
-            os.close(file)
 
 
 def _mapped(path: Path) -> Bytes:
@@ -165,9 +154,16 @@ def _damaged(path: Path, what: str, synced_bytes: int) -> StorageError:
 
 
 class Journal:
-    """The segment that is written. Any thread may append; the caller orders the entries."""
+    """The journal of one storage, whose segments so far are synced, and its images.
 
-    def __init__(self, directory: Path, reached: Callable[[str], None]) -> None:
+    Any thread may append; the caller orders the entries. With `syncs_each`, `make_durable` waits
+    for the disk.
+    """
+
+    def __init__(
+        self, directory: Path, reached: Callable[[str], None], *, syncs_each: bool = True
+    ) -> None:
+        self._syncs_each = syncs_each
         self._reached = reached
         self._directory = directory
         self._append_lock = threading.Lock()
@@ -179,6 +175,8 @@ class Journal:
         self._synced = 0
         self.has_failed = (directory / FAILED_NAME).exists()
         """True if a sync has failed, also in an earlier process, and no image was made since."""
+        self.wants_image = not images(directory) or self.has_failed
+        self._older_bytes = sum(path.stat().st_size for path in segments(directory).values())
         self.number = 0
 
     def begin_segment(self, *, anyway: bool = False) -> int:
@@ -195,7 +193,7 @@ class Journal:
             os.fdatasync(file)
             making.rename(path)  # so what has a segment's name has a head
             self._reached("journal segment")
-            sync_directory(self._directory)
+            sync_path(self._directory)
         except OSError as error:
             if file >= 0:
                 os.close(file)
@@ -208,6 +206,7 @@ class Journal:
                     self._sync_file()
                     os.fdatasync(self._file)  # what it has noted, too
                 self._let_go()
+                self._older_bytes += self._size
             self._file, self._size, self.number = file, HEAD_BYTES, number
             self._let_go = weakref.finalize(self, os.close, file)  # when it is dropped, too
         return number
@@ -216,7 +215,7 @@ class Journal:
     def size_bytes(self) -> int:
         return self._size
 
-    def append(self, parts: Sequence[Buffer]) -> None:
+    def append(self, parts: Sequence[Buffer], image_bytes: float) -> None:
         """Adds an entry, durable after the next `sync`; StorageError: nothing changed."""
         size = sum(len(part) for part in parts)
         with self._append_lock:
@@ -231,6 +230,12 @@ class Journal:
             self._reached("journal entry")
             self._size += size
             self._written += 1
+        if self._older_bytes + self._size > max(2 * image_bytes, IMAGE_AT_BYTES_MIN):
+            self.wants_image = True
+
+    def make_durable(self) -> None:
+        if self._syncs_each:
+            self.sync()
 
     def sync(self) -> None:
         """Syncs earlier entries; threads share a sync. StorageError: acknowledge none of them."""
@@ -259,33 +264,52 @@ class Journal:
             os.fdatasync(self._file)
             os.pwrite(self._file, _head(size_bytes), 0)
         except OSError:
-            self.has_failed = True
+            self.has_failed = self.wants_image = True
             with contextlib.suppress(OSError):
                 (self._directory / FAILED_NAME).touch()
             raise
 
-    def sync_segment(self) -> None:
-        """Syncs this segment whatever failed before it: an image begun with it needs no other."""
-        with self._sync_lock:
-            self._ask_disk()
+    @contextlib.contextmanager
+    def imaging(self, number: int) -> Iterator[Path]:
+        """Yields an image's directory; in force when the block has filled and synced it.
 
-    def repaired(self) -> None:
+        `number` is that of the segment begun with it. StorageError: the image before stays in
+        force.
+        """
+        image = image_path(self._directory, number)
+        making = image.with_suffix(".new")
+        try:
+            with failing(image, "making an image"):
+                making.mkdir()
+                self._reached("image begun")
+                yield making
+                with self._sync_lock:  # parts of the image may be as new as the last entry
+                    self._ask_disk()  # whatever failed before: the image needs no other segment
+                sync_path(making)
+                self._reached("image written")
+                making.rename(image)
+                self._reached("image in place")
+                sync_path(self._directory)
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
         with self._sync_lock:
             if self.has_failed:
                 (self._directory / FAILED_NAME).unlink(missing_ok=True)
                 self.has_failed = False
+        self.wants_image, self._older_bytes = False, 0
+        forget_images(self._directory, self._reached, before=number)
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{_PREFIX}{number:06d}"
 
     def close(self) -> None:
+        """Syncs and closes. A disk that fails is remembered; the files themselves are enough."""
         with self._sync_lock, self._append_lock:
             if self._file >= 0:
-                try:
+                with contextlib.suppress(OSError):
                     self._sync_file()
-                finally:
-                    self._let_go()
-                    self._file = -1
+                self._let_go()
+                self._file = -1
 
 
 def image_path(directory: Path, number: int) -> Path:
@@ -302,103 +326,21 @@ def forget_images(
     directory: Path, reached: Callable[[str], None], before: int | None = None
 ) -> None:
     """Removes images and segments of numbers below `before`; None: all."""
-    try:
+    with failing(directory, "removing what is superfluous"):
         older = [p for n, p in images(directory).items() if before is None or n < before]
         for path in older:
             path.rename(path.with_suffix(".new"))  # a part of one is no image
             reached("image forgotten")
         if older:
-            sync_directory(directory)  # a segment is needed for as long as its image exists
+            sync_path(directory)  # a segment is needed for as long as its image exists
         for number, path in segments(directory).items():
             if before is None or number < before:
                 path.unlink()
                 reached("segment forgotten")
         for path in _numbered(directory, _IMAGE, ".new").values():
             shutil.rmtree(path)
-        if before is None:
-            forget_segment_begun(directory)
-    except OSError as error:
-        raise storage_error(directory, error, "removing what is superfluous") from None
-
-
-class Journaling:
-    """The journal and images of one storage, made when replay is over.
-
-    `sync_names` makes names, and what is not mapped, survive a loss of power; with `syncs_each`,
-    `make_durable` waits for the disk.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        reached: Callable[[str], None],
-        sync_names: Callable[[], None],
-        *,
-        syncs_each: bool,
-    ) -> None:
-        try:  # an earlier process may have left them with the kernel alone
-            sync_names()
-            sync_segments(directory)
-        except OSError as error:
-            raise storage_error(directory, error, "syncing it") from None
-        self.journal = Journal(directory, reached)
-        self.wants_image = not images(directory) or self.journal.has_failed
-        self._directory = directory
-        self._reached = reached
-        self._syncs_each = syncs_each
-        self._older_bytes = sum(p.stat().st_size for p in segments(directory).values())
-
-    def begin_segment(self, *, anyway: bool = False) -> int:
-        self._older_bytes += self.journal.size_bytes
-        return self.journal.begin_segment(anyway=anyway)
-
-    def append(self, parts: Sequence[Buffer], image_bytes: int) -> None:
-        self.journal.append(parts)
-        size_bytes = self._older_bytes + self.journal.size_bytes
-        if size_bytes > max(2 * image_bytes, IMAGE_AT_BYTES_MIN):
-            self.wants_image = True
-
-    def make_durable(self) -> None:
-        if self._syncs_each:
-            self.sync()
-
-    def sync(self) -> None:
-        try:
-            self.journal.sync()
-        finally:
-            self.wants_image = self.wants_image or self.journal.has_failed
-
-    @contextlib.contextmanager
-    def imaging(self, number: int) -> Iterator[Path]:
-        """Yields an image's directory; in force when the block has filled and synced it.
-
-        `number` is that of the segment begun with it. StorageError: the image before stays in
-        force.
-        """
-        image = image_path(self._directory, number)
-        making = image.with_suffix(".new")
-        try:
-            making.mkdir()
-            self._reached("image begun")
-            yield making
-            self.journal.sync_segment()  # parts of the image may be as new as its last entry
-            sync_directory(making)
-            self._reached("image written")
-            making.rename(image)
-            self._reached("image in place")
-            sync_directory(self._directory)
-        except OSError as error:
-            raise storage_error(image, error, "making an image") from None
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
-        self.journal.repaired()
-        self.wants_image, self._older_bytes = False, 0
-        forget_images(self._directory, self._reached, before=number)
-
-    def close(self) -> None:
-        """Syncs and closes. A disk that fails is remembered; the files themselves are enough."""
-        with contextlib.suppress(OSError):
-            self.journal.close()
+        for path in _numbered(directory, _PREFIX, ".new").values() if before is None else ():
+            path.unlink()  # which a killed process had begun to make
 
 
 def forget_journal(
@@ -406,8 +348,6 @@ def forget_journal(
 ) -> None:
     """Removes images and journal, after `sync_files` has written the files that serve to disk."""
     if images(directory) or segments(directory):
-        try:
+        with failing(directory, "writing it to disk"):
             sync_files()
-        except OSError as error:
-            raise storage_error(directory, error, "writing it to disk") from None
     forget_images(directory, reached)

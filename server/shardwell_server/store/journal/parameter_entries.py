@@ -79,7 +79,7 @@ def read_entries(path: Path, name: str, salt: int) -> Iterator[tuple[JournalEntr
             rate = rate_of(rate, payload[size:-4].view("<f4").tolist())
             payload = payload[:size]
         closes, samples = bool(samples & _CLOSES), samples & ~_CLOSES
-        where = (chunk, seat, sequence, step)
-        return JournalEntry(*where, samples, rate, payload, closes, exponent), end
+        of = (chunk, seat, step, samples)
+        return JournalEntry(*of, rate, payload, closes, sequence, exponent), end
 
     return read_segment(path, f"parameter {name!r}", read)

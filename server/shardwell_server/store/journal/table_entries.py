@@ -21,6 +21,7 @@ from fastcrc import crc32
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes
 from shardwell_server.store.contract import Position, TableRecord
+from shardwell_server.store.files.layout import Home
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
     Buffer,
@@ -111,13 +112,13 @@ class _Found(NamedTuple):
 class TableJournal:
     """The segments of one table's directory, whose arrays have the kinds of `arrays`."""
 
-    def __init__(self, directory: Path, name: str, arrays: RowArrays, salt: int) -> None:
-        self._directory = directory
-        self._of = f"table {name!r}"
+    def __init__(self, home: Home, arrays: RowArrays) -> None:
+        self._directory = home.path
+        self._of = f"table {home.layout.name!r}"
         self._values = arrays.of_values
         self._sums = () if arrays.sums is None else arrays.of_sums
         self._capacity = arrays.keys.size
-        self._salt = salt
+        self._salt = home.salt
 
     def entries(self, first_segment: int, at_least: int) -> Iterator[TableEntry]:
         """Yields committed changes in order; StorageError: a gap, or an end before `at_least`."""

@@ -17,14 +17,14 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from pathlib import Path
 
 import numpy as np
 from fastcrc import crc32
 
 from shardwell.numerics.codec import Float32
 from shardwell.placement.rows import Ids
-from shardwell_server.store.files.mapped import storage_error
+from shardwell_server.store.files.layout import Home
+from shardwell_server.store.files.mapped import failing
 
 _CRC = struct.Struct("<I")
 _HEAD = struct.Struct("<IQ")
@@ -34,11 +34,11 @@ _SIZE_BYTES = _CRC.size + _HEAD.size
 class KeptRows:
     """The file of one table, made with its first entry. One thread at a time."""
 
-    def __init__(self, path: Path, dim: int, row_count_max: int, salt: int) -> None:
-        self._path = path
-        self._dim = dim
-        self._row_count_max = row_count_max
-        self._salt = salt
+    def __init__(self, home: Home) -> None:
+        self._path = home.path / "kept"
+        self._dim = home.layout.dim
+        self._row_count_max = home.layout.rows_per_change_max
+        self._salt = home.salt
         self._step = -1
         self._end = 0
 
@@ -70,12 +70,10 @@ class KeptRows:
     def read(self) -> list[tuple[int, Ids, Float32]]:
         if self._end < 0:
             return []
-        try:
-            content = self._path.read_bytes()
-        except FileNotFoundError:
+        if not self._path.exists():
             return []
-        except OSError as error:
-            raise storage_error(self._path, error, "reading it") from None
+        with failing(self._path, "reading it"):
+            content = self._path.read_bytes()
         self._end = 0
         found: list[tuple[int, Ids, Float32]] = []
         while (entry := self._entry(content, self._end)) is not None:

@@ -22,10 +22,11 @@ import numpy as np
 
 from shardwell_server.store.contract import Layout
 from shardwell_server.store.files.mapped import (
-    PAGE_SIZE_BYTES,
     MappedFile,
+    failing,
+    opened,
     reserve,
-    storage_error,
+    whole_pages,
 )
 
 _HEAD_BYTES = 16
@@ -36,7 +37,7 @@ def _place_bytes(layout: Layout) -> int:
     size = _HEAD_BYTES + layout.kept_size_bytes
     if _cuts_blocks(layout):
         size += layout.kept_size_bytes // _VALUE_BYTES_PER_EXPONENT + _EXPONENTS_OF_SMALL_BYTES
-    return -(-size // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+    return whole_pages(size)
 
 
 def file_size(layout: Layout) -> int:
@@ -53,14 +54,8 @@ def make_room(path: Path, layout: Layout) -> None:
     size = file_size(layout)
     if not _cuts_blocks(layout) or not path.exists() or path.stat().st_size >= size:
         return
-    try:
-        file = os.open(path, os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC)
-        try:
-            reserve(file, size)
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise storage_error(path, error, "enlarging it") from None
+    with failing(path, "enlarging it"), opened(path, os.O_RDWR | os.O_TRUNC) as file:
+        reserve(file, size)
 
 
 class KeptWeights:

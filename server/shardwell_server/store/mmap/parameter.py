@@ -25,30 +25,29 @@ arrays chunk by chunk (`verify`) before their first use.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
-from shardwell.numerics.codec import Bytes, Float32
+from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import blocks
 from shardwell_server.store.contract import (
     NO_SEAT,
     ChunkRecord,
     JournalEntry,
     Layout,
+    ParameterStorage,
     Transition,
     check_not_retired,
 )
+from shardwell_server.store.files.layout import Home
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
-    Journaling,
     cut_off,
     image_path,
     segments,
@@ -59,29 +58,19 @@ from shardwell_server.store.mmap.kept_weights import KeptWeights
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.mmap.undo import Arrays, UndoArea
 from shardwell_server.store.records.atomic_records import ChunkRecords, StoredChunkRecord, file_size
-from shardwell_server.store.records.worker_steps import recover_marks, seat_count
 
 
-class MmapParameter(MmapStorage):
+class MmapParameter(MmapStorage, ParameterStorage):
     """The arrays and records of one slice, in files."""
 
-    LAYOUT_NAME = "parameter.json"
-    is_in_memory = False
-
-    def __init__(
-        self,
-        directory: Path,
-        layout: Layout,
-        salt: int,
-        mapped: Callable[[Path, int], MappedFile],
-        reached: Callable[[str], None],
-    ) -> None:
-        chunk_count = layout.chunk_count
-        super().__init__(directory, layout, chunk_count, salt, reached)
+    def __init__(self, home: Home, *, is_new: bool) -> None:
+        layout: Layout = home.layout
+        super().__init__(home, is_new=is_new)
+        if not is_new:
+            kept_weights.make_room(home.path / "kept", layout)
 
         def opened(name: str, size_bytes: int) -> MappedFile:
-            self._files.append(mapped(directory / name, size_bytes))
-            return self._files[-1]
+            return self._opened(MappedFile, name, size_bytes)
 
         def array(name: str) -> Float32:
             values: Float32 = opened(name, 4 * layout.slice_size).data.view(np.float32)
@@ -91,8 +80,7 @@ class MmapParameter(MmapStorage):
         self.gradient_sum = array("gradient_sum") if layout.with_sum else None
         self._slot_names = [f"slot-{i}" for i in range(len(layout.initial_slots))]
         self.slots = tuple(map(array, self._slot_names))
-        file = opened("records", file_size(chunk_count))
-        self._records = ChunkRecords(file, chunk_count, len(self.slots), salt, reached)
+        self._records = ChunkRecords(opened("records", file_size(layout.chunk_count)), home)
         self._stored = self._records.stored
         summed = self._parts(self.gradient_sum)
         self._changing = {
@@ -100,67 +88,35 @@ class MmapParameter(MmapStorage):
             Transition.ADD: summed,
             Transition.CLOSE: self._parts(self.weights, *self.slots),
         }
-        file = opened("undo", undo.file_size(layout))
-        self._undo = UndoArea(file, layout, salt, reached)
+        self._undo = UndoArea(opened("undo", undo.file_size(layout)), home)
         size = kept_weights.file_size(layout)
-        self._kept = KeptWeights(opened("kept", size), layout, reached) if size else None
+        self._kept = KeptWeights(opened("kept", size), layout, home.reached) if size else None
 
-    @classmethod
-    def create(
-        cls, directory: Path, layout: Layout, salt: int, reached: Callable[[str], None]
-    ) -> Self:
-        def new(path: Path, size_bytes: int) -> MappedFile:
-            file = MappedFile.create(path, size_bytes)
-            reached("file")
-            return file
-
-        made = cls(directory, layout, salt, new, reached)
-        for slot, value in zip(made.slots, layout.initial_slots, strict=True):
+    def _fill(self) -> None:
+        for slot, value in zip(self.slots, self.layout.initial_slots, strict=True):
             if value:
                 slot[:] = value
-                reached("slot")
+                self._reached("slot")
         crcs: dict[int, tuple[int, ...]] = {}
-        for index in range(layout.chunk_count):
-            size = made._chunk(made.weights, index).size
+        for index in range(self.layout.chunk_count):
+            size = self._chunk(self.weights, index).size
             if size not in crcs:  # two sizes at most
-                crcs[size] = made._crcs(index)
-            made._records.put(index, StoredChunkRecord(0, ChunkRecord(), -1, -1, crcs[size]))
-        made._complete(layout)
-        return made
+                crcs[size] = self._crcs(index)
+            self._records.put(index, StoredChunkRecord(0, ChunkRecord(), -1, -1, crcs[size]))
 
-    @classmethod
-    def recover(
-        cls,
-        directory: Path,
-        layout: Layout,
-        salt: int,
-        reached: Callable[[str], None],
-        *,
-        is_torn: bool = False,
-    ) -> Self:
-        has_image = is_torn and cls._restore_image(directory, reached)
-        kept_weights.make_room(directory / "kept", layout)
-        made = cls(directory, layout, salt, MappedFile.open, reached)
-        made.is_torn, made.has_image = is_torn, has_image
-        made._records.read()
-        for entry in made._undo.entries:
-            pending = entry.pending(layout.chunk_count)
+    def _take_back(self) -> list[tuple[int, int]]:
+        self._records.read()
+        for entry in self._undo.entries:
+            pending = entry.pending(self.layout.chunk_count)
             if pending is None:
                 continue
             index, sequence, transition = pending
-            if sequence == made._stored[index].sequence:
-                entry.roll_back(made._changing[transition][index])
-                made.verify(index)
-                made.rolled_back_count += 1
+            if sequence == self._stored[index].sequence:
+                entry.roll_back(self._changing[transition][index])
+                self.verify(index)
+                self.rolled_back_count += 1
             entry.void()
-        made._seat_count = seat_count(made._events.read())
-        latest = [(stored.seat_index, stored.step) for stored in made._stored]
-        recover_marks(made._marks, made._seat_count, latest, is_torn=is_torn)
-        return made
-
-    @staticmethod
-    def _copy_file(source: Path, target: Path) -> None:
-        shutil.copyfile(source, target)  # without holes, so that there is room for what follows
+        return [(stored.seat_index, stored.step) for stored in self._stored]
 
     def facts(self) -> dict[str, Any]:
         versions = [stored.record.version for stored in self._stored]
@@ -183,43 +139,19 @@ class MmapParameter(MmapStorage):
 
     # The journal.
 
-    def _begin_segment(self, journaling: Journaling) -> int:
-        return journaling.begin_segment()
-
     @property
     def wants_image(self) -> bool:
-        return self._journaling is not None and self._journaling.wants_image
+        return self._journal is not None and self._journal.wants_image
 
-    def journal(
-        self,
-        chunk_index: int,
-        seat_index: int,
-        step: int,
-        sample_count: int,
-        learning_rate: float,
-        payload: Bytes,
-        *,
-        closes: bool = False,
-    ) -> None:
-        if self._journaling is None:
-            return
-        sequence = self._stored[chunk_index].sequence + 1
-        entry = JournalEntry(
-            chunk_index,
-            seat_index,
-            sequence,
-            step,
-            sample_count,
-            learning_rate,
-            payload,
-            closes,
-        )
-        self._journaling.append(pack_entry(entry, self._salt), self.layout.size_bytes)
+    def journal(self, entry: JournalEntry) -> None:
+        if self._journal is not None:
+            entry = entry._replace(sequence=self._stored[entry.chunk_index].sequence + 1)
+            self._journal.append(pack_entry(entry, self._salt), self.layout.size_bytes)
 
     def replay(self) -> Iterator[JournalEntry]:
         if not self.is_torn:
             return
-        paths, name = segments(self.directory), self.layout.name
+        paths, name = segments(self.home.path), self.layout.name
         counted: dict[tuple[int, int], tuple[int, int]] = {}
         for number, path in paths.items():
             end = HEAD_BYTES
@@ -246,16 +178,16 @@ class MmapParameter(MmapStorage):
     @contextlib.contextmanager
     def imaging(self) -> Iterator[Callable[[int], None]]:
         check_not_retired(self)
-        journaling = self._journaling
-        if journaling is None:
+        journal = self._journal
+        if journal is None:
             yield lambda chunk_index: None
             return
-        number = journaling.begin_segment()
-        if image_path(self.directory, number).exists():
+        number = journal.begin_segment()
+        if image_path(self.home.path, number).exists():
             # Nothing was journaled since, but first weights may have come.
-            number = journaling.begin_segment(anyway=True)
-        with journaling.imaging(number) as path:
-            image = MmapParameter.create(path, self.layout, self._salt, self._reached)
+            number = journal.begin_segment(anyway=True)
+        with journal.imaging(number) as path:
+            image = MmapParameter.create(self.home._replace(path=path))
             yield lambda chunk_index: image.copy_chunk(self, chunk_index)
             image.sync_contents()
 
@@ -301,7 +233,7 @@ class MmapParameter(MmapStorage):
         for number in numbers:
             if found[number] != stored.crcs[number]:
                 raise StorageError(
-                    f"{self.directory / names[number]}: chunk {chunk_index} of parameter "
+                    f"{self.home.path / names[number]}: chunk {chunk_index} of parameter "
                     f"{self.layout.name!r} was damaged: CRC32C {found[number]:#010x}, expected "
                     f"{stored.crcs[number]:#010x}; restore the directory from a copy or a "
                     "checkpoint",
@@ -329,16 +261,6 @@ class MmapParameter(MmapStorage):
 
 class _MmapChange:
     """Arrays go to their undo entry before they change; `commit` replaces the record."""
-
-    __slots__ = (
-        "_arrays",
-        "_chunk_index",
-        "_crcs",
-        "_entry",
-        "_is_committed",
-        "_of",
-        "_transition",
-    )
 
     def __init__(self, of: MmapParameter, chunk_index: int, transition: Transition) -> None:
         self._of = of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import Places, TableLayout
+from shardwell_server.store.files.layout import Home
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.row_arrays import RowArrays, Rows, WrittenRows, gather
 from shardwell_server.store.row_checks import Checks, RowChecks
@@ -30,12 +30,11 @@ class RowGuard:
 
     def __init__(
         self,
-        directory: Path,
-        layout: TableLayout,
+        home: Home,
         arrays: RowArrays,
-        salt: int,
         array: Callable[[str, tuple[int, ...], npt.DTypeLike], Rows],
     ) -> None:
+        layout: TableLayout = home.layout
         shape = (layout.row_capacity,)
         self._row_checks: Checks = array("row_checks", shape, np.uint64)
         self._key_checks: Checks = array("key_checks", shape, np.uint64)
@@ -47,11 +46,11 @@ class RowGuard:
         self.arrays = [*values, *sums]
         self.of_values = range(len(values))
         self.of_sums = range(len(values), len(self.arrays))
-        self._directory = directory
+        self._directory = home.path
         self.table = layout.name
         self._rows_per_pass = max(_VALUES_PER_PASS // max(layout.dim, *layout.slot_widths, 1), 1)
         self._rows = arrays
-        self._checks = RowChecks(layout, salt)
+        self._checks = RowChecks(layout, home.salt)
         self._lock = threading.Lock()
         self._left_count = 0
         self._verified: npt.NDArray[np.bool_] | None = None

@@ -13,129 +13,131 @@ from __future__ import annotations
 
 import copy
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+import shutil
+from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self, TypeVar
 
-from shardwell_server.store.contract import Event, Layout, TableLayout, check_not_retired
-from shardwell_server.store.files.layout import write_layout
-from shardwell_server.store.files.mapped import (
-    MappedFile,
-    storage_error,
-    sync_directory,
-    sync_file,
-)
+from shardwell_server.store.contract import Event, Layout, Storage, TableLayout, check_not_retired
+from shardwell_server.store.files.layout import Home, write_layout
+from shardwell_server.store.files.mapped import MappedFile, failing, sync_path
 from shardwell_server.store.files.presence import NamedFiles, Presence
-from shardwell_server.store.journal.journal import Journaling, forget_journal, images
+from shardwell_server.store.journal.journal import (
+    Journal,
+    forget_journal,
+    images,
+    sync_segments,
+)
 from shardwell_server.store.records.event_log import EventLog
-from shardwell_server.store.records.worker_steps import WorkerSteps
+from shardwell_server.store.records.worker_steps import WorkerSteps, recover_marks, seat_count
+
+FileT = TypeVar("FileT", bound=MappedFile)
 
 
-class MmapStorage(ABC):
-    """The common base of both kinds; `unit_count` units have a last step of each worker."""
+class MmapStorage(Storage):
+    """The common base of both kinds."""
 
-    LAYOUT_NAME: ClassVar[str]
-
-    def __init__(
-        self,
-        directory: Path,
-        layout: Any,
-        unit_count: int,
-        salt: int,
-        reached: Callable[[str], None],
-    ) -> None:
-        self.directory = directory
-        self.layout = layout
-        self.is_retired = False
+    def __init__(self, home: Home, *, is_new: bool) -> None:
+        self.home = home
+        self.layout = home.layout
         self.presence: Presence | None = None
-        self._salt = salt
-        self._reached = reached
+        self._salt = home.salt
+        self._reached = home.reached
+        self._is_new = is_new
         self._files: list[MappedFile] = []
-        self._marks = WorkerSteps(directory / "marks", unit_count, salt, reached)
-        self._events = EventLog(directory / "events", salt, reached)
+        self._marks = WorkerSteps(home)
+        self._events = EventLog(home.path / "events", home.salt, home.reached)
         self._seat_count = 0
         self.is_torn = False
         """True if the machine lost power, and the journal was not replayed since."""
         self.has_image = False
         self.rolled_back_count = 0
         """Chunks or rows of cut-off changes that `recover` took back."""
-        self._journaling: Journaling | None = None
+        self._journal: Journal | None = None
 
-    def _complete(self, layout: Layout | TableLayout) -> None:
-        (self.directory / "marks").touch()
-        self._reached("file")
-        self._marks.open()
-        self._events.create()
-        write_layout(self.directory / self.LAYOUT_NAME, layout, self._salt)
+    def _opened(self, kind: type[FileT], name: str, size_bytes: int) -> FileT:
+        path = self.home.path / name
+        file = kind.create(path, size_bytes) if self._is_new else kind.open(path, size_bytes)
+        if self._is_new:
+            self._reached("file")
+        self._files.append(file)
+        return file
+
+    @classmethod
+    def create(cls, home: Home) -> Self:
+        """Makes files in an empty directory; OSError, OverflowError: they can't be made."""
+        made = cls(home, is_new=True)
+        made._fill()
+        (home.path / "marks").touch()
+        home.reached("file")
+        made._marks.open()
+        made._events.create()
+        write_layout(home.path / home.layout_name, home.layout, home.salt)
+        return made
+
+    @abstractmethod
+    def _fill(self) -> None:
+        """Writes the first contents of new files."""
+
+    @classmethod
+    def recover(cls, home: Home, *, is_torn: bool = False) -> Self:
+        """Opens an earlier process's files, and takes back the change that was under way.
+
+        `is_torn`: power was lost, and an image replaces the files. StorageError: a file was
+        damaged.
+        """
+        has_image = is_torn and cls._restore_image(home)
+        made = cls(home, is_new=False)
+        made.is_torn, made.has_image = is_torn, has_image
+        latest = made._take_back()
+        made._seat_count = seat_count(made._events.read())
+        recover_marks(made._marks, made._seat_count, latest, is_torn=is_torn)
+        return made
+
+    @abstractmethod
+    def _take_back(self) -> list[tuple[int, int]]:
+        """Takes back cut-off changes; returns seat and mark of each record, seat -1 for none."""
 
     def renamed(self, layout: Layout | TableLayout) -> Self:
-        path = self.directory / self.LAYOUT_NAME
+        path = self.home.path / self.home.layout_name
         written = path.with_suffix(".new")
-        try:
+        with failing(path, "writing its new name"):
             write_layout(written, layout, self._salt)
-            sync_file(written)
+            sync_path(written)
             self._reached("new layout")
             os.replace(written, path)
             self._reached("new layout's name")
-            sync_directory(self.directory)
-        except OSError as error:
-            raise storage_error(path, error, "writing its new name") from None
+            sync_path(self.home.path)
         made = copy.copy(self)
+        made.home = self.home._replace(layout=layout)
         made.layout, made.is_retired = layout, False
         made.is_torn = False  # what the machine lost was replayed before
         return made
 
     @cached_property
     def named_files(self) -> NamedFiles:
-        return NamedFiles(self.directory, self._files, (self.LAYOUT_NAME, "marks", "events"))
-
-    @classmethod
-    @abstractmethod
-    def create(
-        cls, directory: Path, layout: Any, salt: int, reached: Callable[[str], None]
-    ) -> Self:
-        """Makes files in an empty directory; OSError, OverflowError: they can't be made."""
-
-    @classmethod
-    @abstractmethod
-    def recover(
-        cls,
-        directory: Path,
-        layout: Any,
-        salt: int,
-        reached: Callable[[str], None],
-        *,
-        is_torn: bool = False,
-    ) -> Self:
-        """Opens an earlier process's files, and takes back the change that was under way.
-
-        `is_torn`: power was lost, and an image replaces the files. StorageError: a file was
-        damaged.
-        """
+        return NamedFiles(self.home.path, self._files, (self.home.layout_name, "marks", "events"))
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Returns facts of its recovery, for the log."""
 
     @classmethod
-    def _restore_image(cls, directory: Path, reached: Callable[[str], None]) -> bool:
-        newest = list(images(directory).values())[-1:]
-        try:
+    def _restore_image(cls, home: Home) -> bool:
+        newest = list(images(home.path).values())[-1:]
+        with failing(home.path, "going back to its image"):
             for image in newest:
                 for path in image.iterdir():
-                    if path.name not in ("events", cls.LAYOUT_NAME):
-                        cls._copy_file(path, directory / path.name)
-                        reached("file restored")
-        except OSError as error:
-            raise storage_error(directory, error, "going back to its image") from None
+                    if path.name not in ("events", home.layout_name):
+                        cls._copy_file(path, home.path / path.name)
+                        home.reached("file restored")
         return bool(newest)
 
     @staticmethod
-    @abstractmethod
     def _copy_file(source: Path, target: Path) -> None:
-        """Copies a file of an image over the one that serves."""
+        shutil.copyfile(source, target)  # without holes, so that there is room for what follows
 
     # Seats and events.
 
@@ -159,37 +161,37 @@ class MmapStorage(ABC):
     def start_journal(self, *, syncs_each: bool, is_new: bool = False) -> None:
         """Begins to journal, when replay is over, once; `is_new`: everything is on disk already."""
         self._events.is_synced = True
-        journaling = Journaling(
-            self.directory,
-            self._reached,
-            (lambda: None) if is_new else self.sync_names,
-            syncs_each=syncs_each,
-        )
-        self._begin_segment(journaling)
-        self._journaling = journaling
+        with failing(self.home.path, "syncing it"):
+            if not is_new:  # an earlier process may have left them with the kernel alone
+                self._sync_unmapped()
+                self._sync_directories()
+            sync_segments(self.home.path)
+        journal = Journal(self.home.path, self._reached, syncs_each=syncs_each)
+        self._begin_segment(journal)
+        self._journal = journal
 
-    @abstractmethod
-    def _begin_segment(self, journaling: Journaling) -> int:
+    def _begin_segment(self, journal: Journal) -> int:
         """Starts a new segment, unless this one is as good; returns its number."""
+        return journal.begin_segment()
 
     def make_durable(self) -> None:
         if self.presence is not None:
             self.presence.check()
-        if self._journaling is not None:
-            self._journaling.make_durable()
+        if self._journal is not None:
+            self._journal.make_durable()
 
     def sync(self) -> None:
-        if self._journaling is not None:
-            self._journaling.sync()
+        if self._journal is not None:
+            self._journal.sync()
 
     def drop_journal(self) -> None:
-        forget_journal(self.directory, self._reached, self._sync_all)
+        forget_journal(self.home.path, self._reached, self._sync_all)
 
     # The disk.
 
     def close(self) -> None:
-        if self._journaling is not None:
-            self._journaling.close()
+        if self._journal is not None:
+            self._journal.close()
         self._sync_all()
 
     def sync_contents(self) -> None:
@@ -199,17 +201,14 @@ class MmapStorage(ABC):
         self._marks.sync()
         self._sync_unmapped()
 
-    def sync_names(self) -> None:
-        """Makes all names, and what is not mapped, survive a loss of power."""
-        self._sync_unmapped()
-        sync_directory(self.directory)
-        sync_directory(self.directory.parent)
-
     def _sync_all(self) -> None:
         self.sync_contents()
-        sync_directory(self.directory)
-        sync_directory(self.directory.parent)
+        self._sync_directories()
+
+    def _sync_directories(self) -> None:
+        sync_path(self.home.path)
+        sync_path(self.home.path.parent)
 
     def _sync_unmapped(self) -> None:
-        for name in (self.LAYOUT_NAME, "events"):
-            sync_file(self.directory / name)
+        for name in (self.home.layout_name, "events"):
+            sync_path(self.home.path / name)

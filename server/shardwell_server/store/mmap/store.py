@@ -26,14 +26,14 @@ from shardwell_server.store.contract import (
     Event,
     Layout,
     ParameterStorage,
+    Store,
     TableLayout,
     TableStorage,
-    nothing,
 )
 from shardwell_server.store.files.atomic_directory import AtomicDirectories
 from shardwell_server.store.files.boot import Boot
-from shardwell_server.store.files.layout import read_layout
-from shardwell_server.store.files.mapped import storage_error, sync_directory
+from shardwell_server.store.files.layout import Home, read_layout
+from shardwell_server.store.files.mapped import failing, storage_error, sync_path
 from shardwell_server.store.files.presence import Presence
 from shardwell_server.store.mmap.parameter import MmapParameter
 from shardwell_server.store.mmap.storage import MmapStorage
@@ -44,10 +44,6 @@ _LOG = logging.getLogger("shardwell_server")
 _NAMES_SALT = 0
 LayoutT = TypeVar("LayoutT", Layout, TableLayout)
 StorageT = TypeVar("StorageT", bound=MmapStorage)
-
-
-def _nothing(point: str) -> None:
-    pass
 
 
 def _drop(storage: MmapStorage | None) -> None:
@@ -65,82 +61,77 @@ def _closed(storage: MmapStorage) -> OSError | None:
 
 
 class _Kind(Generic[LayoutT, StorageT]):
-    """All parameters of a store, or all tables; `what` names the kind in messages."""
+    """All parameters of a store, or all tables."""
 
     def __init__(
         self,
-        what: str,
         directories: AtomicDirectories,
         storage: type[StorageT],
         layout: type[LayoutT],
         reached: Callable[[str], None],
     ) -> None:
         self.open: dict[str, StorageT] = {}
-        self._what = what
-        self._directories = directories
+        self.directories = directories
         self._storage = storage
         self._layout: type[LayoutT] = layout
         self._reached = reached
 
     def recover(self, presence: Presence, *, is_torn: bool) -> list[tuple[LayoutT, StorageT]]:
-        found: list[tuple[LayoutT, StorageT]] = []
-        for entry in self._directories.existing():
-            layout, salt = read_layout(entry / self._storage.LAYOUT_NAME, self._layout)
+        what = self._layout.kind
+        for entry in self.directories.existing():
+            layout, salt = read_layout(entry / f"{what}.json", self._layout)
             if layout.name in self.open:
                 raise StorageError(
-                    f"{entry} holds {self._what} {layout.name!r}, as another directory does; move "
+                    f"{entry} holds {what} {layout.name!r}, as another directory does; move "
                     "the one that was copied there away"
                 )
-            storage = self._storage.recover(entry, layout, salt, self._reached, is_torn=is_torn)
+            home = Home(entry, layout, salt, self._reached)
+            storage = self._storage.recover(home, is_torn=is_torn)
             storage.presence = presence
             self.open[layout.name] = storage
-            found.append((layout, storage))
-            named = {self._what: layout.name}
+            named = {what: layout.name}
             if is_torn:
                 _LOG.warning(
-                    f"the machine lost power: the {self._what} goes on from its image and journal"
+                    f"the machine lost power: the {what} goes on from its image and journal"
                     if storage.has_image
                     else "the machine lost power: what was acknowledged in the last seconds may "
-                    f"be missing from the {self._what}; what it has is verified",
+                    f"be missing from the {what}; what it has is verified",
                     extra=named,
                 )
-            _LOG.info(f"{self._what} recovered", extra=named | storage.facts())
-        return found
+            _LOG.info(f"{what} recovered", extra=named | storage.facts())
+        return [(storage.layout, storage) for storage in self.open.values()]
 
     def create(
-        self, layout: LayoutT, presence: Presence, doing: str, start: Callable[[StorageT], None]
+        self, layout: LayoutT, presence: Presence, start: Callable[[StorageT], None]
     ) -> StorageT:
         if layout.name in self.open:
-            raise ValueError(f"storage of {self._what} {layout.name!r} exists")
+            raise ValueError(f"storage of {layout.kind} {layout.name!r} exists")
         salt = secrets.randbits(32)
 
         def fill(path: Path) -> None:
-            made = self._storage.create(path, layout, salt, self._reached)
-            if self._directories.is_synced:
+            made = self._storage.create(Home(path, layout, salt, self._reached))
+            if self.directories.is_synced:
                 made.sync_contents()
 
         try:
-            with self._directories.making(fill, doing) as directory:
-                storage = self._storage.recover(directory, layout, salt, self._reached)
+            with self.directories.making(fill, f"making {layout.contents}") as directory:
+                storage = self._storage.recover(Home(directory, layout, salt, self._reached))
                 self.open[layout.name] = storage
                 start(storage)
         except BaseException as error:
             _drop(self.open.pop(layout.name, None))
             if isinstance(error, StorageError):
-                setattr(error, self._what, layout.name)
+                setattr(error, layout.kind, layout.name)
             raise
         storage.presence = presence
         return storage
 
     def remove(self, name: str) -> None:
-        self._directories.remove(self.open[name].directory)
+        self.directories.remove(self.open[name].home.path)
         del self.open[name]
 
-    def sync_names(self) -> None:
-        self._directories.sync()
 
-
-class MmapStore:
+class MmapStore(Store):
     """The store in memory-mapped files, which survive the process."""
 
     def __init__(
@@ -149,7 +140,7 @@ class MmapStore:
         *,
         durability: Durability | None = None,
         boot: Boot | None = None,
-        reached: Callable[[str], None] = _nothing,
+        reached: Callable[[str], None] = lambda point: None,
     ) -> None:
         self._path = path
         self._durability = durability or Durability()
@@ -167,18 +158,14 @@ class MmapStore:
                 path / name, reached, is_synced=not self._durability.is_process
             )
 
-        self._parameters = _Kind(
-            "parameter", directories("parameters"), MmapParameter, Layout, reached
-        )
-        self._tables = _Kind("table", directories("tables"), MmapTable, TableLayout, reached)
+        self._parameters = _Kind(directories("parameters"), MmapParameter, Layout, reached)
+        self._tables = _Kind(directories("tables"), MmapTable, TableLayout, reached)
 
     def recover(self) -> list[tuple[Layout, ParameterStorage]]:
-        try:
+        with failing(self._path, "reading it"):
             self._presence.begin()
             self._is_torn = self._boot.is_torn()
             self._boot.mark("recovering" if self._is_torn else "running")
-        except OSError as error:
-            raise storage_error(self._path, error, "reading it") from None
         return [*self._parameters.recover(self._presence, is_torn=self._is_torn)]
 
     def recover_tables(self) -> list[tuple[TableLayout, TableStorage]]:
@@ -212,59 +199,41 @@ class MmapStore:
     def _all(self) -> list[MmapStorage]:
         return [*self._parameters.open.values(), *self._tables.open.values()]
 
-    def create(self, layout: Layout, begin: Begin[ParameterStorage] = nothing) -> ParameterStorage:
-        def start(storage: MmapParameter) -> None:
+    def _kind_of(self, layout: Layout | TableLayout) -> _Kind[Any, Any]:
+        return self._parameters if isinstance(layout, Layout) else self._tables
+
+    def create(self, layout: Layout | TableLayout, begin: Begin = lambda storage: None) -> Any:
+        def start(storage: MmapStorage) -> None:
             self._start(storage, is_new=True)
             begin(storage)
 
-        return self._parameters.create(
-            layout,
-            self._presence,
-            f"making the {layout.size_bytes} bytes of {layout.name!r}",
-            start,
-        )
-
-    def create_table(
-        self, layout: TableLayout, begin: Begin[TableStorage] = nothing
-    ) -> TableStorage:
-        def start(storage: MmapTable) -> None:
-            self._start(storage, is_new=True)
-            begin(storage)
-
-        return self._tables.create(layout, self._presence, f"making table {layout.name!r}", start)
+        return self._kind_of(layout).create(layout, self._presence, start)
 
     def rename(self, name: str, layout: Layout | TableLayout) -> MmapStorage:
         self._presence.check()
-        kind: _Kind[Any, Any] = self._parameters if isinstance(layout, Layout) else self._tables
+        kind = self._kind_of(layout)
         with self._look_lock:
             made: MmapStorage = kind.open[name].renamed(layout)
             del kind.open[name]
             kind.open[layout.name] = made
         return made
 
-    def remove(self, name: str) -> None:
+    def remove(self, layout: Layout | TableLayout) -> None:
         self._presence.check()
         with self._look_lock:
-            self._parameters.remove(name)
-
-    def remove_table(self, name: str) -> None:
-        self._presence.check()
-        with self._look_lock:
-            self._tables.remove(name)
+            self._kind_of(layout).remove(layout.name)
 
     def name_events(self) -> Sequence[Event]:
         self._has_names = (self._path / "names").exists()
         return self._names.read() if self._has_names else []
 
     def log_name(self, event: Event, compacted: Sequence[Event]) -> None:
-        try:
-            self._parameters.sync_names()
-            self._tables.sync_names()
+        with failing(self._path / "names", "writing it"):
+            self._parameters.directories.sync()
+            self._tables.directories.sync()
             if not self._has_names:
                 self._begin_names(event)
                 return
-        except OSError as error:
-            raise storage_error(self._path / "names", error, "writing it") from None
         self._names.append(event)
         self._names.compact(compacted)
 
@@ -273,7 +242,7 @@ class MmapStore:
         EventLog(making, _NAMES_SALT, self._reached, is_synced=True).create([event])
         os.replace(making, self._path / "names")
         self._reached("log of names")
-        sync_directory(self._path)
+        sync_path(self._path)
         self._names.read()  # how far it goes
         self._has_names = True
 

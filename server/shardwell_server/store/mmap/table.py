@@ -27,6 +27,7 @@ first use. So opening a table reads 24 bytes a row, and 9 more where gradients a
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,11 +48,13 @@ from shardwell_server.store.contract import (
     Position,
     TableLayout,
     TableRecord,
+    TableStorage,
     check_not_retired,
 )
+from shardwell_server.store.files.layout import Home
 from shardwell_server.store.files.mapped import MappedFile
 from shardwell_server.store.files.sparse import SparseFile, copy_sparse, reserve_all
-from shardwell_server.store.journal.journal import Journaling, image_path, images
+from shardwell_server.store.journal.journal import Journal, image_path, images
 from shardwell_server.store.journal.table_entries import (
     TableEntry,
     TableJournal,
@@ -63,10 +66,8 @@ from shardwell_server.store.mmap.kept_rows import KeptRows
 from shardwell_server.store.mmap.row_guard import RowGuard
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.records.atomic_records import StoredTableRecord, TableRecords, file_size
-from shardwell_server.store.records.worker_steps import recover_marks, seat_count
 from shardwell_server.store.row_arrays import (
     Rows,
-    WrittenRows,
     check_capacity,
     make_arrays,
     write_again,
@@ -82,38 +83,22 @@ class _StoppedError(Exception):
     """An image is given up."""
 
 
-class MmapTable(MmapStorage):
+class MmapTable(MmapStorage, TableStorage):
     """The rows of one table, in files."""
 
-    LAYOUT_NAME = "table.json"
-    updates_in_place = False
-
-    def __init__(
-        self,
-        directory: Path,
-        layout: TableLayout,
-        salt: int,
-        kind: str,
-        reached: Callable[[str], None],
-    ) -> None:
-        super().__init__(directory, layout, 1, salt, reached)
+    def __init__(self, home: Home, *, is_new: bool) -> None:
+        layout: TableLayout = home.layout
+        super().__init__(home, is_new=is_new)
         self._row_files: list[tuple[SparseFile, int]] = []
-
-        def fixed(name: str, size_bytes: int) -> MappedFile:
-            self._files.append(getattr(MappedFile, kind)(directory / name, size_bytes))
-            reached("file")
-            return self._files[-1]
 
         def array(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Rows:
             if name == "has_sum" and not layout.with_sum:
                 return lazy_zeros(shape, dtype)
             width = shape[1] if len(shape) > 1 else 1
             stride = width * np.dtype(dtype).itemsize
-            file: SparseFile = getattr(SparseFile, kind)(directory / name, shape[0] * stride)
+            file = self._opened(SparseFile, name, shape[0] * stride)
             if width > 1:
                 file.expect_random_access()
-            reached("file")
-            self._files.append(file)
             self._row_files.append((file, stride))
             values: Rows = file.data.view(dtype).reshape(shape)
             return values
@@ -124,68 +109,48 @@ class MmapTable(MmapStorage):
         self._arrays = arrays
         self._lock = threading.Lock()
         """Held while a change is under way, or rows are copied to an image."""
-        self._guard = RowGuard(directory, layout, arrays, salt, array)
-        changing = self._guard.arrays
-        self.undo_bytes = entry_bytes(changing, layout.rows_per_change_max)
-        undo_file = fixed("undo", self.undo_bytes)
-        self._undo = RowUndo(undo_file, 0, changing, layout.rows_per_change_max, salt, reached)
-        self._copies = make_arrays(
-            layout, layout.rows_per_change_max, lambda _, *shape: lazy_zeros(*shape)
-        )
-        self._records = TableRecords(fixed("records", file_size(1)), salt, reached)
-        self.record = TableRecord()
+        self._guard = RowGuard(home, arrays, array)
+        changing, count_max = self._guard.arrays, layout.rows_per_change_max
+        self.undo_bytes = entry_bytes(changing, count_max)
+        undo = self._opened(MappedFile, "undo", self.undo_bytes)
+        self._undo = RowUndo(undo, 0, changing, count_max, home.salt, home.reached)
+        self._copies = make_arrays(layout, count_max, lambda _, *shape: lazy_zeros(*shape))
+        self._records = TableRecords(self._opened(MappedFile, "records", file_size(1)), home)
         self._stored = StoredTableRecord(0, self.record, None)
-        self._reserved_row_count = 0
-        self._kept = KeptRows(directory / "kept", layout.dim, layout.rows_per_change_max, salt)
+        self._kept = KeptRows(home)
         self._image_lock = threading.Lock()
         self._marked = (-1, 0)
         """The number and size of the segment when it had a mark alone."""
 
-    @classmethod
-    def create(
-        cls, directory: Path, layout: TableLayout, salt: int, reached: Callable[[str], None]
-    ) -> Self:
-        made = cls(directory, layout, salt, "create", reached)
-        made._records.put(made._stored)
-        made._complete(layout)
-        return made
+    def _fill(self) -> None:
+        self._records.put(self._stored)
 
     @classmethod
-    def recover(
-        cls,
-        directory: Path,
-        layout: TableLayout,
-        salt: int,
-        reached: Callable[[str], None],
-        *,
-        is_torn: bool = False,
-    ) -> Self:
-        has_image = is_torn and cls._restore_image(directory, reached)
-        made = cls(directory, layout, salt, "open", reached)
-        made.has_image = has_image
-        made._stored = made._records.get(layout.row_capacity)
-        made.record = made._stored.record
-        row_used = made.record.row_used
-        made._reserved_row_count = row_used
-        for file, stride in made._row_files:
-            if is_torn:
+    def recover(cls, home: Home, *, is_torn: bool = False) -> Self:
+        made = super().recover(home, is_torn=is_torn)
+        if made.has_image:
+            made._replay()
+        made.is_torn = False
+        return made
+
+    def _take_back(self) -> list[tuple[int, int]]:
+        self._stored = self._records.get(self.layout.row_capacity)
+        self.record = self._stored.record
+        row_used = self.record.row_used
+        self.reserved_row_count = row_used
+        for file, stride in self._row_files:
+            if self.is_torn:
                 file.reserve(row_used * stride)
             else:
                 file.stands_reserved(row_used * stride)
-        sequence = made._undo.pending()
-        if sequence is not None:
-            if sequence == made._stored.sequence:
-                made.rolled_back_count = made._undo.roll_back()
-            else:
-                made._undo.void()
-        made._guard.check_keys(row_used)
-        made._seat_count = seat_count(made._events.read())
-        latest = made._stored.position
-        mark = (-1, -1) if latest is None else (latest.seat_index, _mark(latest))
-        recover_marks(made._marks, made._seat_count, [mark], is_torn=is_torn)
-        if has_image:
-            made._replay()
-        return made
+        sequence = self._undo.pending()
+        if sequence == self._stored.sequence:
+            self.rolled_back_count = self._undo.roll_back()
+        elif sequence is not None:
+            self._undo.void()
+        self._guard.check_keys(row_used)
+        latest = self._stored.position
+        return [(-1, -1) if latest is None else (latest.seat_index, _mark(latest))]
 
     def renamed(self, layout: Layout | TableLayout) -> Self:
         with self._image_lock:  # no image is being made
@@ -214,17 +179,13 @@ class MmapTable(MmapStorage):
 
     def reserve(self, row_count: int, at_most: int | None = None) -> None:
         check_capacity(self.layout, row_count)
-        if row_count > self._reserved_row_count:
+        if row_count > self.reserved_row_count:
             capacity = self.layout.row_capacity
             capacity = capacity if at_most is None else min(capacity, at_most)
-            self._reserved_row_count = reserve_all(
-                self._row_files, self._reserved_row_count, row_count, capacity
+            self.reserved_row_count = reserve_all(
+                self._row_files, self.reserved_row_count, row_count, capacity
             )
             self._reached("room for rows")
-
-    @property
-    def reserved_row_count(self) -> int:
-        return self._reserved_row_count
 
     def change(
         self, places: Places, *, values: bool, sums: bool, in_place: bool = False
@@ -232,7 +193,7 @@ class MmapTable(MmapStorage):
         check_not_retired(self)
         assert not in_place
         assert places.size <= self.layout.rows_per_change_max
-        assert not places.size or 0 <= places.min() <= places.max() < self._reserved_row_count
+        assert not places.size or 0 <= places.min() <= places.max() < self.reserved_row_count
         self._guard.verify(places)
         return MmapRowChange(self, places, values=values, sums=sums and self.sums is not None)
 
@@ -250,8 +211,8 @@ class MmapTable(MmapStorage):
     # The journal.
 
     def _replay(self) -> None:
-        (*_, number) = images(self.directory)
-        journal = TableJournal(self.directory, self.layout.name, self._arrays, self._salt)
+        (*_, number) = images(self.home.path)
+        journal = TableJournal(self.home, self._arrays)
         for entry in journal.entries(number, self._stored.sequence):
             self._write_again(entry)
 
@@ -267,8 +228,8 @@ class MmapTable(MmapStorage):
         position = stored.position
         if position is not None and position.seat_index >= self._seat_count:
             raise StorageError(
-                f"{self.directory}: its journal has a gradient of seat {position.seat_index}, and "
-                f"{self.directory / 'events'} {self._seat_count} seats: one of them was replaced; "
+                f"{self.home.path}: its journal has a gradient of seat {position.seat_index}, and "
+                f"{self.home.path / 'events'} {self._seat_count} seats: one of them was replaced; "
                 "restore a checkpoint",
                 table=self.layout.name,
             )
@@ -278,41 +239,36 @@ class MmapTable(MmapStorage):
         super().start_journal(syncs_each=syncs_each, is_new=is_new)
         self.make_image()
 
-    def _journal(
-        self, journaling: Journaling, stored: StoredTableRecord, rows: WrittenRows
-    ) -> None:
-        """Runs before the commit, which must not follow a StorageError."""
-        image_bytes = stored.record.row_used * self.layout.row_size_bytes
-        journaling.append(pack_entry(TableEntry(stored, rows), self._salt), image_bytes)
-
     def make_image(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        journaling = self._journaling
-        if journaling is not None and journaling.wants_image:
-            with self._image_lock, contextlib.suppress(_StoppedError):
-                check_not_retired(self)
-                self._write_image(journaling, is_stopping)
+        journal = self._journal
+        if journal is None or not journal.wants_image:
+            return
+        with self._image_lock, contextlib.suppress(_StoppedError):
+            check_not_retired(self)
+            with self._lock:
+                number = self._begin_segment(journal)
+            with journal.imaging(number) as path:
+                image = MmapTable.create(self.home._replace(path=path))
+                self._copy_to(image, is_stopping)
+                image.sync_contents()
 
-    def _write_image(self, journaling: Journaling, is_stopping: Callable[[], bool]) -> None:
-        with self._lock:
-            number = self._begin_segment(journaling)
-        with journaling.imaging(number) as path:
-            image = MmapTable.create(path, self.layout, self._salt, self._reached)
-            self._copy_to(image, is_stopping)
-            image.sync_contents()
-
-    def _begin_segment(self, journaling: Journaling) -> int:
+    def _begin_segment(self, journal: Journal) -> int:
         """Runs while no change is under way."""
-        journal = journaling.journal
         number = journal.number
         if (
             self._marked != (number, journal.size_bytes)
-            or image_path(self.directory, number).exists()
+            or image_path(self.home.path, number).exists()
             or journal.has_failed
         ):
-            number = journaling.begin_segment(anyway=True)
-            journal.append(pack_mark(self._stored, self._salt))
+            number = journal.begin_segment(anyway=True)
+            journal.append(pack_mark(self._stored, self._salt), math.inf)  # no image is due
             self._marked = (number, journal.size_bytes)
         return number
+
+    @property
+    def _image_bytes(self) -> int:
+        size: int = self.record.row_used * self.layout.row_size_bytes
+        return size
 
     def _copy_to(self, image: MmapTable, is_stopping: Callable[[], bool]) -> None:
         """Copies all rows while changes go on, then the record."""
@@ -403,7 +359,7 @@ class MmapRowChange:
 
     def commit(self, record: TableRecord, position: Position | None) -> None:
         of, row_used = self._of, self._of.record.row_used
-        assert row_used <= record.row_used <= of._reserved_row_count
+        assert row_used <= record.row_used <= of.reserved_row_count
         assert position is None or position.seat_index < of._seat_count
         if not self._kinds["sums"]:
             of.has_sum[row_used : record.row_used] = False
@@ -414,8 +370,9 @@ class MmapRowChange:
         of._reached("new rows' checks")
         stored = StoredTableRecord(of._stored.sequence + 1, record, position)
         try:
-            if of._journaling is not None:
-                of._journal(of._journaling, stored, rows._replace(new_rows=new_rows))
+            if of._journal is not None:
+                entry = TableEntry(stored, rows._replace(new_rows=new_rows))
+                of._journal.append(pack_entry(entry, of._salt), of._image_bytes)
         except StorageError:
             self._roll_back()  # while no call reads
             raise

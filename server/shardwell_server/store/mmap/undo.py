@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -26,7 +26,8 @@ from fastcrc import crc32
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Float32
 from shardwell_server.store.contract import Layout, Transition
-from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile
+from shardwell_server.store.files.layout import Home
+from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, MappedFile, whole_pages
 
 ENTRY_COUNT_MAX = 4
 """Chunks that change in place at once; more wait. As many as threads that find a core."""
@@ -36,14 +37,8 @@ _HEAD = struct.Struct("<QQQ")
 Arrays: TypeAlias = Sequence[Float32]
 
 
-def entry_count(layout: Layout) -> int:
-    """Returns the entries that a slice needs."""
-    return min(ENTRY_COUNT_MAX, layout.chunk_count)
-
-
 def _array_bytes(layout: Layout) -> int:
-    size = 4 * min(layout.chunk_element_count, layout.slice_size)
-    return -(-size // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+    return whole_pages(4 * min(layout.chunk_element_count, layout.slice_size))
 
 
 def _entry_bytes(layout: Layout) -> int:
@@ -52,31 +47,26 @@ def _entry_bytes(layout: Layout) -> int:
 
 def file_size(layout: Layout) -> int:
     """Returns the bytes of the file."""
-    return entry_count(layout) * _entry_bytes(layout)
+    return min(ENTRY_COUNT_MAX, layout.chunk_count) * _entry_bytes(layout)
 
 
 class UndoEntry:
     """The entry of one chunk's change in place. One thread at a time."""
 
-    def __init__(
-        self,
-        file: MappedFile,
-        number: int,
-        layout: Layout,
-        salt: int,
-        reached: Callable[[str], None],
-    ) -> None:
-        start = number * _entry_bytes(layout)
-        size = _array_bytes(layout)
+    def __init__(self, file: MappedFile, number: int, home: Home) -> None:
+        start = number * _entry_bytes(home.layout)
+        size = _array_bytes(home.layout)
         self.number = number
         self._file = file
         self._words = file.words(start, 5)
         self._saved = [
             file.data[offset : offset + size].view(np.float32)
-            for offset in range(start + PAGE_SIZE_BYTES, start + _entry_bytes(layout), max(size, 1))
+            for offset in range(
+                start + PAGE_SIZE_BYTES, start + _entry_bytes(home.layout), max(size, 1)
+            )
         ]
-        self._salt = salt
-        self._reached = reached
+        self._salt = home.salt
+        self._reached = home.reached
 
     def begin(self, chunk_index: int, sequence: int, transition: Transition) -> None:
         words, kind = self._words, _KINDS[transition]
@@ -133,12 +123,9 @@ class UndoEntry:
 class UndoArea:
     """The entries of a slice, handed out to threads."""
 
-    def __init__(
-        self, file: MappedFile, layout: Layout, salt: int, reached: Callable[[str], None]
-    ) -> None:
-        self.entries = [
-            UndoEntry(file, number, layout, salt, reached) for number in range(entry_count(layout))
-        ]
+    def __init__(self, file: MappedFile, home: Home) -> None:
+        count = min(ENTRY_COUNT_MAX, home.layout.chunk_count)
+        self.entries = [UndoEntry(file, number, home) for number in range(count)]
         # The one used last is taken first, because it is in the cache.
         self._free = list(self.entries)
         self._free_count = threading.Semaphore(len(self.entries))

@@ -16,13 +16,13 @@ its own place.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from typing import NamedTuple
 
 from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell_server.store.contract import ChunkRecord, Position, TableRecord
+from shardwell_server.store.files.layout import Home
 from shardwell_server.store.files.mapped import MappedFile
 
 _STRIDE_BYTES = 256
@@ -44,25 +44,17 @@ def file_size(count: int) -> int:
 
 
 class AtomicRecords:
-    """The records of one file, with the owner's `salt`. Different ones may be put at once."""
+    """The records of one file. Different ones may be put at once."""
 
-    def __init__(
-        self,
-        file: MappedFile,
-        count: int,
-        packed_bytes: int,
-        what: Callable[[int], str],
-        salt: int,
-        reached: Callable[[str], None],
-    ) -> None:
+    def __init__(self, file: MappedFile, home: Home, packed_bytes: int) -> None:
         assert packed_bytes <= PACKED_BYTES_MAX
         self._file = file
-        self._words = file.words(0, file_size(count) // 8)
+        self._words = file.words(0, file.data.size // 8)
         self._bytes = file.data.data
         self._packed_bytes = packed_bytes
-        self._what = what
-        self._salt = salt
-        self._reached = reached
+        self._home = home
+        self._salt = home.salt
+        self._reached = home.reached
 
     def put(self, index: int, packed: bytes) -> None:
         start = index * _STRIDE_BYTES
@@ -88,8 +80,9 @@ class AtomicRecords:
         return packed
 
     def damaged(self, index: int, reason: str) -> StorageError:
+        of = f"chunk {index}" if self._home.layout.kind == "parameter" else "the table"
         return StorageError(
-            f"{self._file.path}: the record of {self._what(index)} was damaged: {reason}; "
+            f"{self._file.path}: the record of {of} was damaged: {reason}; "
             "restore the directory from a copy or a checkpoint"
         )
 
@@ -113,21 +106,12 @@ class StoredChunkRecord(NamedTuple):
 class ChunkRecords:
     """The records of a slice. Different chunks may be put at once."""
 
-    def __init__(
-        self,
-        file: MappedFile,
-        chunk_count: int,
-        slot_count: int,
-        salt: int,
-        reached: Callable[[str], None],
-    ) -> None:
-        self._crcs = struct.Struct(f"<{2 + max(slot_count, _SLOT_COUNT_MIN)}I")
+    def __init__(self, file: MappedFile, home: Home) -> None:
+        slot_count = max(len(home.layout.initial_slots), _SLOT_COUNT_MIN)
+        self._crcs = struct.Struct(f"<{2 + slot_count}I")
         self._crc_count = self._crcs.size // _CRC.size
-        size = _CHUNK.size + self._crcs.size
-        self._records = AtomicRecords(
-            file, chunk_count, size, lambda index: f"chunk {index}", salt, reached
-        )
-        self.stored = [StoredChunkRecord(0, ChunkRecord(), -1, -1, ())] * chunk_count
+        self._records = AtomicRecords(file, home, _CHUNK.size + self._crcs.size)
+        self.stored = [StoredChunkRecord(0, ChunkRecord(), -1, -1, ())] * home.layout.chunk_count
 
     def put(self, chunk_index: int, stored: StoredChunkRecord) -> None:
         record, crcs = stored.record, (*stored.crcs, 0, 0, 0)
@@ -176,8 +160,8 @@ class StoredTableRecord(NamedTuple):
 class TableRecords:
     """The record of a table, in a file."""
 
-    def __init__(self, file: MappedFile, salt: int, reached: Callable[[str], None]) -> None:
-        self._records = AtomicRecords(file, 1, _TABLE.size, lambda _: "the table", salt, reached)
+    def __init__(self, file: MappedFile, home: Home) -> None:
+        self._records = AtomicRecords(file, home, _TABLE.size)
 
     def put(self, stored: StoredTableRecord) -> None:
         record, position = stored.record, stored.position or Position(-1)

@@ -23,7 +23,13 @@ from fastcrc import crc32
 from shardwell.errors import StorageError
 from shardwell.specs.formats import EVENTS
 from shardwell_server.store.contract import Event
-from shardwell_server.store.files.mapped import reserve, storage_error, sync_directory
+from shardwell_server.store.files.mapped import (
+    failing,
+    opened,
+    reserve,
+    storage_error,
+    sync_path,
+)
 
 _LOG = logging.getLogger("shardwell_server")
 _MAGIC = f"shardwell events {EVENTS.newest}"
@@ -52,8 +58,7 @@ class EventLog:
     def create(self, events: Sequence[Event] = ()) -> None:
         lines = b"".join(self._line(event) for event in events)
         end = _HEAD_BYTES + len(lines)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
+        with opened(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
             reserve(file, end + _GROWTH_BYTES)
             self._reached("room for events")
             os.pwrite(file, lines, _HEAD_BYTES)
@@ -62,15 +67,11 @@ class EventLog:
             self._reached("all events' end")
             if self.is_synced:
                 os.fsync(file)
-        finally:
-            os.close(file)
         self._end, self._reserved = end, end + _GROWTH_BYTES
 
     def read(self) -> list[Event]:
-        try:
+        with failing(self._path, "reading it"):
             data = self._path.read_bytes()
-        except OSError as error:
-            raise storage_error(self._path, error, "reading it") from None
         head, end = data[:_HEAD_BYTES], 0
         length = head[len(_MAGIC) : -9].strip()
         if length.isdigit():
@@ -96,38 +97,32 @@ class EventLog:
         line = self._line(event)
         with self._lock:
             end = self._end + len(line)
-            try:
-                file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    if end > self._reserved:
-                        reserve(file, end + _GROWTH_BYTES)
-                        self._reserved = end + _GROWTH_BYTES
-                        self._reached("room for events")
-                    os.pwrite(file, line, self._end)
-                    self._reached("event")
-                    if self.is_synced:
-                        os.fdatasync(file)
-                    os.pwrite(file, self._head(end), 0)
-                    self._reached("event's end")
-                    if self.is_synced:
-                        os.fdatasync(file)
-                finally:
-                    os.close(file)
-            except OSError as error:
-                raise storage_error(self._path, error, "writing an event") from None
+            with failing(self._path, "writing an event"), opened(self._path, os.O_RDWR) as file:
+                if end > self._reserved:
+                    reserve(file, end + _GROWTH_BYTES)
+                    self._reserved = end + _GROWTH_BYTES
+                    self._reached("room for events")
+                os.pwrite(file, line, self._end)
+                self._reached("event")
+                if self.is_synced:
+                    os.fdatasync(file)
+                os.pwrite(file, self._head(end), 0)
+                self._reached("event's end")
+                if self.is_synced:
+                    os.fdatasync(file)
             self._end = end
 
     def compact(self, events: Sequence[Event]) -> None:
         with self._lock:
             if self._end < self._compact_at:
                 return
-            following = EventLog(self._path.with_suffix(".new"), self._salt, self._reached)
-            following.is_synced = self.is_synced
+            path = self._path.with_suffix(".new")
+            following = EventLog(path, self._salt, self._reached, is_synced=self.is_synced)
             try:
                 following.create(events)
-                os.replace(following._path, self._path)
+                os.replace(path, self._path)
                 if self.is_synced:
-                    sync_directory(self._path.parent)
+                    sync_path(self._path.parent)
                 self._reached("compacted events' name")
             except OSError as error:  # the events stand where they are
                 _LOG.warning(
@@ -135,7 +130,7 @@ class EventLog:
                     extra={"reason": storage_error(self._path, error, "compacting it").message},
                 )
                 with contextlib.suppress(OSError):
-                    following._path.unlink()
+                    path.unlink()
                 self._compact_at = 2 * self._end
                 return
             self._end, self._reserved = following._end, following._reserved

@@ -9,20 +9,21 @@ written is written again from the record, and every other entry must fit its che
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwell.errors import StorageError
 from shardwell_server.store.contract import Event
+from shardwell_server.store.files.layout import Home
 from shardwell_server.store.files.mapped import (
     NO_WORDS,
-    PAGE_SIZE_BYTES,
     MappedFile,
+    failing,
+    opened,
     reserve,
-    storage_error,
+    whole_pages,
 )
 
 _ENTRY_BYTES = 16
@@ -38,31 +39,25 @@ _STEP_FACTOR, _SEAT_FACTOR, _CHUNK_FACTOR = (
 class WorkerSteps:
     """A file that grows by a row a seat. Different chunks may be written at once."""
 
-    def __init__(
-        self, path: Path, chunk_count: int, salt: int, reached: Callable[[str], None]
-    ) -> None:
-        self.path = path
-        self._chunk_count = chunk_count
-        self._salt = salt
-        self._reached = reached
-        self._row_bytes = -(-chunk_count * _ENTRY_BYTES // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+    def __init__(self, home: Home) -> None:
+        self.path = home.path / "marks"
+        self._chunk_count: int = home.layout.chunk_count
+        self._salt = home.salt
+        self._reached = home.reached
+        self._row_bytes = whole_pages(self._chunk_count * _ENTRY_BYTES)
         self._row_count = 0
         self._words: memoryview[int] = NO_WORDS
         self._row_capacity = 0
         self._file: MappedFile | None = None
 
     def open(self) -> None:
-        try:
+        with failing(self.path, "opening it"):
             size = self.path.stat().st_size
-        except OSError as error:
-            raise storage_error(self.path, error, "opening it") from None
         if self._row_bytes:
             capacity, rest = divmod(size, self._row_bytes)
             if rest:  # a kill may cut off the growth of a file
-                try:
+                with failing(self.path, "cutting off a part of a row"):
                     os.truncate(self.path, size - rest)
-                except OSError as error:
-                    raise storage_error(self.path, error, "cutting off a part of a row") from None
             self._map(capacity)
 
     @property
@@ -73,18 +68,14 @@ class WorkerSteps:
         if row_count <= self._row_capacity or not self._row_bytes:
             return
         capacity = max(row_count, min(2 * self._row_capacity, row_count + 64))
-        try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        doing = "making room for a worker"
+        with failing(self.path, doing), opened(self.path, os.O_RDWR | os.O_CREAT) as file:
             try:
                 reserve(file, capacity * self._row_bytes)
                 self._reached("room for marks")
             except OSError:
                 os.ftruncate(file, self._row_capacity * self._row_bytes)
                 raise
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise storage_error(self.path, error, "making room for a worker") from None
         # A thread that still writes through the old mapping writes the same pages.
         self._map(capacity)
 

@@ -30,8 +30,8 @@ from shardwell_server.shard.parameter.averaging import (
     close_full_step,
     close_step,
 )
-from shardwell_server.store import ChunkRecord, Layout, Transition
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import ChunkRecord, Layout, Transition
+from shardwell_server.store.memory import MemoryStore
 
 NAMES = sorted(SUMMED_CODECS)
 ALL_NAMES = sorted(CODECS)

@@ -37,8 +37,8 @@ from shardwell_server.config import Limits, ShardConfig
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.parameter.snapshot import Snapshot
-from shardwell_server.store import Layout
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import Layout
+from shardwell_server.store.memory import MemoryStore
 
 OPTIMIZERS = [
     Average(),

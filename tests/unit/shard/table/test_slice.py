@@ -37,8 +37,8 @@ from shardwell_server.shard.deadline import NotYet, RequestDeadline
 from shardwell_server.shard.quotas import ByteBudget, OwnedBytes, Usage
 from shardwell_server.shard.table.index import HashRowIndex
 from shardwell_server.shard.table.slice import TableSlice
-from shardwell_server.store import TableLayout, TableStorage
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.contract import TableLayout, TableStorage
+from shardwell_server.store.memory import MemoryStore
 from shardwell_server.store.mmap.store import MmapStore
 
 OPTIMIZERS = [
@@ -121,7 +121,7 @@ def table_of(
         with_sum=spec.worker_count > 1,
     )
     store = MemoryStore() if path is None else MmapStore(path, boot=SameMachine(path))
-    storage, stored = FailingTable(store.create_table(layout)), ByteBudget(stored_bytes_max)
+    storage, stored = FailingTable(store.create(layout)), ByteBudget(stored_bytes_max)
     made = TableSlice(
         spec,
         storage,  # type: ignore[arg-type]

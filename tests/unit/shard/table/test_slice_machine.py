@@ -34,7 +34,7 @@ from shardwell_server.shard import registry
 from shardwell_server.shard.crews import Contributor
 from shardwell_server.shard.deadline import RequestDeadline
 from shardwell_server.shard.shard import Shard
-from shardwell_server.store.memory.store import MemoryStore
+from shardwell_server.store.memory import MemoryStore
 
 ELASTIC_WORKERS = ["w0", "w1", "w2", "w3", "w4", "w5"]
 WORKERS = ELASTIC_WORKERS[:3]

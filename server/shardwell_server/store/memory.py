@@ -1,74 +1,141 @@
-"""A table in plain memory: of the size that its rows have, gone with the process."""
+"""A store in plain memory: as fast as it gets, gone with the process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from shardwell.errors import LimitError
 from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.elementwise import Operations
 from shardwell_server.store.contract import (
+    Begin,
+    ChunkRecord,
     Event,
     Int64,
+    Layout,
+    ParameterStorage,
     Places,
     Position,
+    Store,
     TableLayout,
     TableRecord,
+    TableStorage,
+    Transition,
 )
 from shardwell_server.store.lazy_memory import lazy_zeros
-from shardwell_server.store.row_arrays import (
-    check_capacity,
-    gather,
-    make_arrays,
-    scatter,
-)
+from shardwell_server.store.row_arrays import check_capacity, gather, make_arrays, scatter
 
 _NUMBER_COUNT = 3
 
 
-class MemoryStorage:
-    """The common part of a parameter and a table in memory. Nothing outlives the process."""
+class MemoryStore(Store):
+    """The store without files: it has no names to lose, and recovers nothing."""
 
-    def __init__(self, layout: Any) -> None:
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str], ParameterStorage | TableStorage] = {}
+        self._name_events: Sequence[Event] = ()
+
+    def create(
+        self, layout: Layout | TableLayout, begin: Begin = lambda storage: None
+    ) -> ParameterStorage | TableStorage:
+        key = (layout.kind, layout.name)
+        if key in self._made:
+            raise ValueError(f"storage of {layout.kind} {layout.name!r} exists")
+        try:
+            self._made[key] = made = (
+                MemoryParameter(layout) if isinstance(layout, Layout) else MemoryTable(layout)
+            )
+            begin(made)
+        except MemoryError:
+            self._made.pop(key, None)
+            where: dict[str, Any] = {layout.kind: layout.name}
+            raise LimitError(
+                f"no memory for {layout.contents}; add shards or memory", **where
+            ) from None
+        except BaseException:
+            self._made.pop(key, None)
+            raise
+        return made
+
+    def rename(self, name: str, layout: object) -> None:
+        raise AssertionError(f"{name!r} is of this process, and no earlier one renamed it")
+
+    def remove(self, layout: Layout | TableLayout) -> None:
+        del self._made[layout.kind, layout.name]
+
+    def name_events(self) -> Sequence[Event]:
+        return self._name_events
+
+    def log_name(self, event: Event, compacted: Sequence[Event]) -> None:
+        self._name_events = list(compacted)
+
+    def close(self) -> None:
+        self._made.clear()
+
+
+class MemoryParameter(ParameterStorage):
+    """A parameter's arrays without files; an unused array costs nothing until its first write."""
+
+    is_in_memory = True
+
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.is_retired = False
 
-    def events(self) -> Sequence[Event]:
-        return ()
+        def zeros() -> Float32:
+            return np.zeros(layout.slice_size, np.float32)
 
-    def log(self, event: Event) -> None:
+        self.weights = zeros()
+        self.gradient_sum = zeros() if layout.with_sum else None
+        self.slots = tuple(zeros() for _ in layout.initial_slots)
+        for slot, value in zip(self.slots, layout.initial_slots, strict=True):
+            if value:
+                slot[:] = value
+        self._change = _MemoryChange()
+        self._kept: dict[int, tuple[int, bytes]] = {}
+
+    def change(self, chunk_index: int, transition: Transition) -> _MemoryChange:
+        return self._change
+
+    def keep(self, chunk_index: int, version: int, encoded: bytes) -> None:
+        self._kept[chunk_index] = version, encoded
+
+    def kept(self, chunk_index: int, version: int) -> bytes | None:
+        found, encoded = self._kept.get(chunk_index, (-1, b""))
+        return encoded if found == version else None
+
+
+class _MemoryChange:
+    def blocks(self, count: int) -> Iterable[tuple[int, int]]:
+        return ((0, count),)
+
+    def commit(self, record: ChunkRecord, seat_index: int, step: int) -> None:
         pass
 
-    def compact(self, events: Sequence[Event]) -> None:
-        pass
+    def __enter__(self) -> _MemoryChange:
+        return self
 
-    def make_durable(self) -> None:
-        pass
-
-    def sync(self) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
 
-class MemoryTable(MemoryStorage):
+class MemoryTable(TableStorage):
     """A table's rows without files."""
 
-    record = TableRecord()
-    undo_bytes = 0
     updates_in_place = True
 
     def __init__(self, layout: TableLayout) -> None:
-        super().__init__(layout)
+        self.layout = layout
         arrays = make_arrays(layout, layout.row_capacity, lambda _, *shape: lazy_zeros(*shape))
         self.keys, self.update_counts, self.last_steps, self.weights = arrays[:4]
         self.slots, self.sums, self.has_sum = arrays[4:]
         self._arrays = arrays
         self._kept_step = -1
         self._kept: list[tuple[int, Int64, Float32]] = []
-        self._reserved_row_count = 0
         self._positions: list[Position] = []
         batch = (layout, layout.rows_per_change_max, lambda _, *shape: lazy_zeros(*shape))
         self._saved = make_arrays(*batch)
@@ -82,20 +149,13 @@ class MemoryTable(MemoryStorage):
 
     def reserve(self, row_count: int, at_most: int | None = None) -> None:
         check_capacity(self.layout, row_count)
-        self._reserved_row_count = max(self._reserved_row_count, row_count)
-
-    @property
-    def reserved_row_count(self) -> int:
-        return self._reserved_row_count
+        self.reserved_row_count = max(self.reserved_row_count, row_count)
 
     def change(
         self, places: Places, *, values: bool, sums: bool, in_place: bool = False
     ) -> MemoryRowChange:
         assert places.size <= self.layout.rows_per_change_max
         return MemoryRowChange(self, places, values=values, sums=sums, in_place=in_place)
-
-    def verify(self, places: Places) -> None:
-        pass
 
     def keep_rows(self, step: int, ids: Int64, rows: Float32) -> bool:
         if step != self._kept_step:
@@ -105,9 +165,6 @@ class MemoryTable(MemoryStorage):
 
     def kept_rows(self) -> Sequence[tuple[int, Int64, Float32]]:
         return list(self._kept)
-
-    def make_image(self, is_stopping: Callable[[], bool]) -> None:
-        pass
 
 
 class MemoryRowChange:

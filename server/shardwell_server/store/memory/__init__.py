@@ -1,1 +1,0 @@
-"""The store that keeps everything in memory, and ends with its process."""
