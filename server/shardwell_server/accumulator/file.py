@@ -29,8 +29,7 @@ from shardwell_server.accumulator.file_layout import (
 )
 from shardwell_server.accumulator.sums import SumMemory
 from shardwell_server.store.files.boot import kernel_boot_id
-from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, storage_error, sync_path
-from shardwell_server.store.files.mapping import Mapping
+from shardwell_server.store.files.mapped import PAGE_SIZE_BYTES, Mapping, storage_error, sync_path
 
 _BLANK_BLOCK_BYTES = 1 << 20
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC

@@ -40,6 +40,7 @@ from shardwell.connection.error_codes import to_status
 from shardwell.connection.handlers import parsed, status_of
 from shardwell.errors import (
     ArgumentError,
+    AuthenticationError,
     LimitError,
     SessionEndedError,
     ShardUnavailableError,
@@ -323,7 +324,9 @@ class Calls:
 
     def end_those_without_token(self) -> None:
         for call in list(self._open):
-            if (error := self._guard.expiry(call)) is not None:
+            try:
+                self._guard.check_still(call)
+            except AuthenticationError as error:
                 call.end(error)
 
     def end_those_of_session(self, session: int, call: Call, error: ShardwellError) -> None:

@@ -54,12 +54,9 @@ class Guard:
         if call.is_counted and call.usage is not None:
             call.usage.add("calls", -1)
 
-    def expiry(self, call: Call) -> AuthenticationError | None:
-        try:
-            self._access.check_still(call.principal)
-        except AuthenticationError as error:
-            return error
-        return None
+    def check_still(self, call: Call) -> None:
+        """Raises AuthenticationError once a call's token has ended, or was revoked."""
+        self._access.check_still(call.principal)
 
     def refused(self, call: Call, error: Exception) -> None:
         if not isinstance(error, AuthenticationError | AccessDeniedError | LimitError):

@@ -12,13 +12,14 @@ from shardwell.v1 import names_pb2 as pb
 from shardwell.wire import checksum
 from shardwell_server.access.rights import Right
 from shardwell_server.services.calls import Call, Calls
+from shardwell_server.services.step_stream import Kind
 from shardwell_server.shard.registry import Registry
 from shardwell_server.shard.shard import Shard
 
 _LOG = logging.getLogger("shardwell_server")
 _STAGE = pb.DeleteRequest.Stage
 _MEMBER_COUNT_MAX = 100
-_WORDS = {pb.NAME_KIND_PARAMETER: "parameter", pb.NAME_KIND_TABLE: "table"}
+_WORDS: dict[pb.NameKind, Kind] = {pb.NAME_KIND_PARAMETER: "parameter", pb.NAME_KIND_TABLE: "table"}
 
 
 class NameService:
@@ -46,13 +47,8 @@ class NameService:
                 response.held.extend(self._held(request))
             case _STAGE.STAGE_REMOVE:
                 registry, word = self._registry(request.kind)
-                freed_bytes = registry.remove(
-                    name,
-                    request.incarnation,
-                    request.held_incarnation,
-                    by,
-                    end_calls=lambda: self._end_calls(word, name),
-                )
+                gone = (request.incarnation, request.held_incarnation)
+                freed_bytes = registry.remove(name, *gone, by, lambda: self._end_calls(word, name))
                 response.done, response.freed_bytes = True, freed_bytes or 0
                 if freed_bytes is not None:
                     call.note("deleted", kind=word, name=name)
@@ -73,7 +69,7 @@ class NameService:
             self._end_calls(word, name)
         return is_marked
 
-    def _registry(self, kind: pb.NameKind) -> tuple[Registry[Any, Any, Any, Any], str]:
+    def _registry(self, kind: pb.NameKind) -> tuple[Registry[Any, Any, Any, Any], Kind]:
         if kind not in _WORDS:
             raise ArgumentError(f"kind must be that of a parameter or table; got {kind}")
         return self._shard.registry(_WORDS[kind]), _WORDS[kind]

@@ -77,13 +77,8 @@ class ParameterServerService:
         self.resources: Callable[[], pb.Resources] = pb.Resources
         self.settings: Callable[[], pb.ShardSettings] = pb.ShardSettings
 
-    def create_parameter(
-        self, request: pb.CreateParameterRequest, call: Call
-    ) -> pb.CreateParameterResponse:
-        response: pb.CreateParameterResponse = joined(
-            "parameter", self._shard, request, call, ParameterSpec
-        )
-        return response
+    def create_parameter(self, request: pb.CreateParameterRequest, call: Call) -> Any:
+        return joined("parameter", self._shard, request, call, ParameterSpec)
 
     def claim_init(self, request: pb.ClaimInitRequest, call: Call) -> Handling:
         parameter = self._named(request, call, Right.CONTRIBUTE)

@@ -43,23 +43,13 @@ class SessionService:
         worker_id = check_name("worker_id", request.worker_id)
         if not request.session:
             raise ArgumentError("session must be a number drawn at random, not 0; got 0")
-        host = request.host
+        host, process, version = request.host, request.process, request.software_version
         if not host or len(host) > HOST_LENGTH_MAX or not host.isprintable():
             raise ArgumentError(
                 f"host must be 1 to {HOST_LENGTH_MAX} printable characters; got {host!r:.80}"
             )
-        process = request.process
-        if len(process) > PROCESS_LENGTH_MAX or not (process.isascii() and process.isprintable()):
-            raise ArgumentError(
-                f"process must be up to {PROCESS_LENGTH_MAX} printable ASCII characters; got "
-                f"{process!r:.80}"
-            )
-        version = request.software_version
-        if len(version) > VERSION_LENGTH_MAX or not (version.isascii() and version.isprintable()):
-            raise ArgumentError(
-                f"software_version must be up to {VERSION_LENGTH_MAX} printable ASCII characters; "
-                f"got {version!r:.80}"
-            )
+        _check_ascii("process", process, PROCESS_LENGTH_MAX)
+        _check_ascii("software_version", version, VERSION_LENGTH_MAX)
         session = Session(request.session, host, request.pid, process)
         sessions = self._shard.sessions
         ended = ShardUnavailableError("the shard does not attend this session any more")
@@ -106,7 +96,7 @@ class SessionService:
         kind: Kind = "parameter" if request.parameter else "table"
         name = request.parameter or request.table
         call.check(Right.ADMIN, kind, name)
-        found = (self._shard.tables if request.table else self._shard.parameters).get(name)
+        found = self._shard.registry(kind).get(name)
         if found.spec.members is None:
             raise ArgumentError(
                 f"{kind} {name!r} has {found.spec.crew}, whom each step needs; workers come and go "
@@ -123,3 +113,10 @@ class SessionService:
         if self._shard.end_session(request.session, call.principal.name):
             self._calls.end_those_of_session(request.session, call, session_ended(request.session))
         return pb.EndSessionResponse()
+
+
+def _check_ascii(what: str, text: str, length_max: int) -> None:
+    if len(text) > length_max or not (text.isascii() and text.isprintable()):
+        raise ArgumentError(
+            f"{what} must be up to {length_max} printable ASCII characters; got {text!r:.80}"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from shardwell.errors import (
     ArgumentError,
@@ -50,9 +51,8 @@ class TableService:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
 
-    def open_table(self, request: pb.OpenTableRequest, call: Call) -> pb.OpenTableResponse:
-        response: pb.OpenTableResponse = joined("table", self._shard, request, call, TableSpec)
-        return response
+    def open_table(self, request: pb.OpenTableRequest, call: Call) -> Any:
+        return joined("table", self._shard, request, call, TableSpec)
 
     def exchange_rows(self, call: Call) -> Handling:
         return RowStream(self._shard, call).exchange()
@@ -107,8 +107,9 @@ class TableService:
             message = yield Needs.NEXT
         if loading is None:
             raise ArgumentError("the stream has no message")
-        loading.end()
-        call.note("restored", kind="table", name=loading.name, rows=loading.row_count)
+        loading.table.make_durable()
+        name = loading.table.spec.name
+        call.note("restored", kind="table", name=name, rows=loading.row_count)
         _LOG.info("rows loaded", extra={"rows": loading.row_count})
         return pb.LoadRowsResponse(row_count=loading.row_count)
 
@@ -191,8 +192,7 @@ def state_messages(
 
 class _Load:
     def __init__(self, table: TableSlice, opening: pb.LoadRowsRequest) -> None:
-        self.name = table.spec.name
-        self._table = table
+        self.table = table
         self._codec = RowStateCodec(table.spec)
         self._opening = opening
         self._context = checksum.rows_load_context(opening)
@@ -202,26 +202,20 @@ class _Load:
         self.is_finished = False
 
     def take(self, request: pb.LoadRowsRequest, payload: Bytes) -> None:
-        loading = self._table.loading
+        loading = self.table.loading
         if not request.HasField("rows"):  # what their CRC32C covers can't be believed without them
             raise CorruptChunkError("a message of LoadRows has no `rows`; send it again")
         start = checksum.rows_load(self._context, finish=request.finish)
         state = self._codec.open(request.rows, payload, start=start)
         if not self._number:
-            self._begin()
+            opening = self._opening
+            if opening.version > STEP_MAX:
+                raise ArgumentError(f"version must be at most {STEP_MAX}; got {opening.version}")
+            if opening.HasField("learning_rate"):
+                self._rate = check_learning_rate("learning_rate", opening.learning_rate)
+            self._number = loading.begin(opening.load_id, opening.open.incarnation)
         if state.ids.size:
             loading.add(self._number, state)
         if request.finish:
             self.row_count = loading.finish(self._number, self._opening.version, self._rate)
             self.is_finished = True
-
-    def _begin(self) -> None:
-        opening = self._opening
-        if opening.version > STEP_MAX:
-            raise ArgumentError(f"version must be at most {STEP_MAX}; got {opening.version}")
-        if opening.HasField("learning_rate"):
-            self._rate = check_learning_rate("learning_rate", opening.learning_rate)
-        self._number = self._table.loading.begin(opening.load_id, opening.open.incarnation)
-
-    def end(self) -> None:
-        self._table.make_durable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from shardwell.errors import SessionUnknownError, ShardUnavailableError, WrongShardError
 from shardwell.process import span_columns
@@ -105,25 +106,20 @@ class TraceService:
     def _open_steps(self, is_shown: Callable[[str], bool]) -> list[pb.OpenStep]:
         attending = self._shard.sessions.by_worker()
         found = []
-        for parameter in self._shard.parameters.all():
-            if is_shown(parameter.spec.name):
-                of = parameter.describe(_WORKER_COUNT_MAX, attending)
-                found.append(_open_step("parameter", of.spec.name, of.version_min, of.wait))
-        for table in self._shard.tables.all():
-            if is_shown(table.spec.name):
-                of_rows = table.describe(_WORKER_COUNT_MAX, attending)
-                found.append(_open_step("table", of_rows.spec.name, of_rows.version, of_rows.wait))
-        return [step for step in found if step is not None]
+        parts: list[Any] = [*self._shard.parameters.all(), *self._shard.tables.all()]
+        for part in parts:
+            if is_shown(part.spec.name):
+                of = part.describe(_WORKER_COUNT_MAX, attending)
+                if of.wait.HasField("open_for_s"):
+                    kind = part.kind
+                    step = of.version_min if kind == "parameter" else of.version
+                    begin_ns = max(now_ns() - int(of.wait.open_for_s * 1e9), 0)
+                    where = {"kind": kind, "name": part.spec.name, "step": step}
+                    found.append(pb.OpenStep(**where, begin_ns=begin_ns, wait=of.wait))
+        return found
 
 
 def _workers_of(own: pb.RecordResponse) -> set[str]:
     process = own.process
     named = {process.words[number] for number in set(process.peers)}
     return named.union(worker.worker_id for step in own.open_steps for worker in step.wait.workers)
-
-
-def _open_step(kind: str, name: str, step: int, wait: types_pb2.StepWait) -> pb.OpenStep | None:
-    if not wait.HasField("open_for_s"):
-        return None
-    begin_ns = max(now_ns() - int(wait.open_for_s * 1e9), 0)
-    return pb.OpenStep(kind=kind, name=name, step=step, begin_ns=begin_ns, wait=wait)

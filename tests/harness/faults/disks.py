@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.store.files.mapping import Mapping
+from shardwell_server.store.files.mapped import Mapping
 
 HINTS = {
     errno.ENOSPC: "free space on that disk",

@@ -23,7 +23,7 @@ from shardwell_server.store.contract import Layout
 from shardwell_server.store.files.atomic_directory import AtomicDirectories
 from shardwell_server.store.files.data_dir import DataDir, DataDirError, kept_cluster_id
 from shardwell_server.store.files.mapped import MappedFile
-from shardwell_server.store.mmap.kept_weights import KeptWeights, file_size, make_room
+from shardwell_server.store.mmap.kept import KeptWeights, kept_size, make_room
 
 MINE = ShardConfig(shard_index=1, shard_count=3, cluster_id="mine")
 HOLD = """
@@ -340,13 +340,13 @@ def test_places_of_0_2_0_are_enlarged_once(tmp_path: Path, count: int) -> None:
         )
         for cuts_blocks in (False, True)
     )
-    KeptWeights(MappedFile.create(path, file_size(before)), before, print).put(1, 7, b"7" * size)
+    KeptWeights(MappedFile.create(path, kept_size(before)), before, print).put(1, 7, b"7" * size)
     message = b"8" * (2 * count + 100 + -(-count // max(min(count // 64, 256), 1)))
     for _ in range(2):
         make_room(path, layout)
-        kept = KeptWeights(MappedFile.open(path, file_size(layout)), layout, print)
+        kept = KeptWeights(MappedFile.open(path, kept_size(layout)), layout, print)
         assert kept.get(1, 9) in (None, message)
         kept.put(1, 9, message)
         assert kept.get(1, 9) == message
     make_room(path, before)
-    assert path.stat().st_size == file_size(layout)
+    assert path.stat().st_size == kept_size(layout)

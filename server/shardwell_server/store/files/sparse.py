@@ -14,8 +14,7 @@ import os
 from pathlib import Path
 
 from shardwell.errors import StorageError
-from shardwell_server.store.files.mapped import MappedFile, failing, opened, whole_pages
-from shardwell_server.store.files.mapping import Mapping
+from shardwell_server.store.files.mapped import MappedFile, Mapping, failing, opened, whole_pages
 
 EXTENT_BYTES_MIN = 1 << 20
 """Disk space is taken so much at a time at first, then as much as the file has already,"""

@@ -29,7 +29,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from fastcrc import crc32
@@ -99,6 +99,22 @@ def read_segment(
             return
         yield entry, end
         start = end
+
+
+def read_head(
+    head: struct.Struct, magics: Sequence[int], salt: int, data: Bytes, start: int
+) -> tuple[tuple[Any, ...], int]:
+    """Returns the fields of an entry's head, the first of `magics`, and its end."""
+    end = start + head.size + _CRC.size
+    if end > data.size:
+        raise NotWholeError("its head", is_cut=True)
+    packed = data[start : start + head.size].tobytes()
+    fields = head.unpack(packed)
+    if fields[0] not in magics or data[start + head.size : end].tobytes() != _CRC.pack(
+        crc32.iscsi(packed, salt)
+    ):
+        raise NotWholeError("its head", is_cut=False)
+    return fields, end
 
 
 def cut_off(path: Path, end: int) -> None:

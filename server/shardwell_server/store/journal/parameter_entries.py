@@ -25,14 +25,13 @@ from fastcrc import crc32
 from shardwell.numerics.codec import Bytes
 from shardwell.specs.learning_rate import factors_of, rate_of
 from shardwell_server.store.contract import JournalEntry
-from shardwell_server.store.journal.journal import Buffer, NotWholeError, read_segment
+from shardwell_server.store.journal.journal import Buffer, NotWholeError, read_head, read_segment
 
 _MAGIC = 0x314A5753  # "SWJ1"
 _GROUPED_MAGIC = 0x324A5753  # "SWJ2"
 _HEAD = struct.Struct("<IIIiQQqidI")
 _CRC = struct.Struct("<I")
 _CLOSES = 1 << 62
-_HEAD_BYTES = _HEAD.size + _CRC.size
 
 
 def pack_entry(entry: JournalEntry, salt: int) -> list[Buffer]:
@@ -58,16 +57,8 @@ def read_entries(path: Path, name: str, salt: int) -> Iterator[tuple[JournalEntr
     """Yields the whole entries of a parameter's segment, and the end of each."""
 
     def read(data: Bytes, start: int) -> tuple[JournalEntry, int]:
-        begin = start + _HEAD_BYTES
-        if begin > data.size:
-            raise NotWholeError("its head", is_cut=True)
-        head = data[start : start + _HEAD.size].tobytes()
-        magic, length, chunk, seat, sequence, step, samples, exponent, rate, crc = _HEAD.unpack(
-            head
-        )
-        (head_crc,) = _CRC.unpack(data[start + _HEAD.size : begin].tobytes())
-        if magic not in (_MAGIC, _GROUPED_MAGIC) or head_crc != crc32.iscsi(head, salt):
-            raise NotWholeError("its head", is_cut=False)
+        fields, begin = read_head(_HEAD, (_MAGIC, _GROUPED_MAGIC), salt, data, start)
+        magic, length, chunk, seat, sequence, step, samples, exponent, rate, crc = fields
         end = begin + length
         payload = np.array(data[begin:end])  # aligned for the codecs
         if crc != crc32.iscsi(payload.data):

@@ -20,13 +20,13 @@ from fastcrc import crc32
 
 from shardwell.errors import StorageError
 from shardwell.numerics.codec import Bytes
-from shardwell_server.store.contract import Position, TableRecord
 from shardwell_server.store.files.layout import Home
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
     Buffer,
     NotWholeError,
     cut_off,
+    read_head,
     read_segment,
     segments,
 )
@@ -39,7 +39,6 @@ _VALUES, _SUMS, _CLEARS, _MARK = 1, 2, 4, 8
 # contribution_count, shift; seat_index, part_count, step; CRC of the payload.
 _HEAD = struct.Struct("<IIQQQQqqqiiiiqI")
 _CRC = struct.Struct("<I")
-_HEAD_BYTES = _HEAD.size + _CRC.size
 
 
 class TableEntry(NamedTuple):
@@ -78,24 +77,9 @@ def _heads(
     crc = 0
     for part in payload:
         crc = crc32.iscsi(part, crc)
-    record, position = stored.record, stored.position or Position(-1)
-    head = _HEAD.pack(
-        _MAGIC,
-        flags,
-        sum(len(part) for part in payload),
-        stored.sequence,
-        row_count,
-        new_start,
-        record.row_used,
-        record.version,
-        record.sample_total,
-        ~record.contribution_count if record.is_closing else record.contribution_count,
-        record.shift,
-        position.seat_index,
-        position.part_count,
-        position.step,
-        crc,
-    )
+    length = sum(len(part) for part in payload)
+    rows = (stored.sequence, row_count, new_start)
+    head = _HEAD.pack(_MAGIC, flags, length, *rows, *stored.numbers, crc)
     return [head, _CRC.pack(crc32.iscsi(head, salt))]
 
 
@@ -144,21 +128,12 @@ class TableJournal:
             raise self._gone(f"it ends with change {sequence}; the image has {at_least}")
 
     def _head(self, path: Path, data: Bytes, start: int) -> tuple[_Found, int]:
-        begin = start + _HEAD_BYTES
-        if begin > data.size:
-            raise NotWholeError("its head", is_cut=True)
-        head = data[start : start + _HEAD.size].tobytes()
-        magic, flags, length, sequence, row_count, new_start, *rest, crc = _HEAD.unpack(head)
-        used, version, samples, count, shift, seat, parts, step = rest
-        (head_crc,) = _CRC.unpack(data[start + _HEAD.size : begin].tobytes())
-        if magic != _MAGIC or head_crc != crc32.iscsi(head, self._salt):
-            raise NotWholeError("its head", is_cut=False)
+        fields, begin = read_head(_HEAD, (_MAGIC,), self._salt, data, start)
+        _, flags, length, sequence, row_count, new_start, *numbers, crc = fields
         end = begin + length
         if crc != crc32.iscsi(data[begin:end].data, 0):
             raise NotWholeError(f"change {sequence}", is_cut=end > data.size)
-        position = None if seat < 0 else Position(seat, step, parts)
-        record = TableRecord.unpacked(used, version, count, samples, shift)
-        stored = StoredTableRecord(sequence, record, position)
+        stored = StoredTableRecord.of(sequence, numbers)
         return _Found(path, begin, end, flags, row_count, new_start, stored), end
 
     def _entry(self, found: _Found) -> TableEntry:

@@ -25,7 +25,7 @@ arrays chunk by chunk (`verify`) before their first use.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -53,8 +53,8 @@ from shardwell_server.store.journal.journal import (
     segments,
 )
 from shardwell_server.store.journal.parameter_entries import pack_entry, read_entries
-from shardwell_server.store.mmap import kept_weights, undo
-from shardwell_server.store.mmap.kept_weights import KeptWeights
+from shardwell_server.store.mmap import undo
+from shardwell_server.store.mmap.kept import KeptWeights, kept_size, make_room
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.mmap.undo import Arrays, UndoArea
 from shardwell_server.store.records.atomic_records import ChunkRecords, StoredChunkRecord, file_size
@@ -67,7 +67,7 @@ class MmapParameter(MmapStorage, ParameterStorage):
         layout: Layout = home.layout
         super().__init__(home, is_new=is_new)
         if not is_new:
-            kept_weights.make_room(home.path / "kept", layout)
+            make_room(home.path / "kept", layout)
 
         def opened(name: str, size_bytes: int) -> MappedFile:
             return self._opened(MappedFile, name, size_bytes)
@@ -89,7 +89,7 @@ class MmapParameter(MmapStorage, ParameterStorage):
             Transition.CLOSE: self._parts(self.weights, *self.slots),
         }
         self._undo = UndoArea(opened("undo", undo.file_size(layout)), home)
-        size = kept_weights.file_size(layout)
+        size = kept_size(layout)
         self._kept = KeptWeights(opened("kept", size), layout, home.reached) if size else None
 
     def _fill(self) -> None:
@@ -224,19 +224,15 @@ class MmapParameter(MmapStorage, ParameterStorage):
         )
 
     def verify(self, chunk_index: int) -> None:
-        found = self._crcs(chunk_index)
-        has_sum = self._stored[chunk_index].record.total_factor != 0.0
-        self._check(chunk_index, found, [n for n in range(len(found)) if n != 1 or has_sum])
-
-    def _check(self, chunk_index: int, found: tuple[int, ...], numbers: Iterable[int]) -> None:
         stored, names = self._stored[chunk_index], ("weights", "gradient_sum", *self._slot_names)
-        for number in numbers:
-            if found[number] != stored.crcs[number]:
+        # More CRCs than arrays are stored, where there are few slots.
+        for name, found, crc in zip(names, self._crcs(chunk_index), stored.crcs, strict=False):
+            has_meaning = name != "gradient_sum" or stored.record.total_factor != 0.0
+            if has_meaning and found != crc:
                 raise StorageError(
-                    f"{self.home.path / names[number]}: chunk {chunk_index} of parameter "
-                    f"{self.layout.name!r} was damaged: CRC32C {found[number]:#010x}, expected "
-                    f"{stored.crcs[number]:#010x}; restore the directory from a copy or a "
-                    "checkpoint",
+                    f"{self.home.path / name}: chunk {chunk_index} of parameter "
+                    f"{self.layout.name!r} was damaged: CRC32C {found:#010x}, expected "
+                    f"{crc:#010x}; restore the directory from a copy or a checkpoint",
                     parameter=self.layout.name,
                 )
 

@@ -62,7 +62,7 @@ from shardwell_server.store.journal.table_entries import (
     pack_mark,
 )
 from shardwell_server.store.lazy_memory import lazy_zeros
-from shardwell_server.store.mmap.kept_rows import KeptRows
+from shardwell_server.store.mmap.kept import KeptRows
 from shardwell_server.store.mmap.row_guard import RowGuard
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.records.atomic_records import StoredTableRecord, TableRecords, file_size
@@ -265,11 +265,6 @@ class MmapTable(MmapStorage, TableStorage):
             self._marked = (number, journal.size_bytes)
         return number
 
-    @property
-    def _image_bytes(self) -> int:
-        size: int = self.record.row_used * self.layout.row_size_bytes
-        return size
-
     def _copy_to(self, image: MmapTable, is_stopping: Callable[[], bool]) -> None:
         """Copies all rows while changes go on, then the record."""
         step = max(_BLOCK_BYTES // self.layout.row_size_bytes, 1)
@@ -279,22 +274,16 @@ class MmapTable(MmapStorage, TableStorage):
             image.reserve(stop)
             with self._lock:  # a row that is being changed fits no check
                 self.verify(np.arange(start, stop))
-                image.copy_rows(self, start, stop)
+                for into, array in zip(image._guard.arrays, self._guard.arrays, strict=True):
+                    np.copyto(into[start:stop], array[start:stop])
                 if stop == self.record.row_used:
-                    image.copy_records(self)
+                    image._records.put(self._stored)
+                    image._marks.make_room(self._seat_count)
+                    for seat_index in range(self._seat_count):
+                        image._marks.put(seat_index, 0, self._marks.get(seat_index, 0))
                     return
             start = stop
         raise _StoppedError
-
-    def copy_rows(self, source: MmapTable, start: int, stop: int) -> None:
-        for into, array in zip(self._guard.arrays, source._guard.arrays, strict=True):
-            np.copyto(into[start:stop], array[start:stop])
-
-    def copy_records(self, source: MmapTable) -> None:
-        self._records.put(source._stored)
-        self._marks.make_room(source._seat_count)
-        for seat_index in range(source._seat_count):
-            self._marks.put(seat_index, 0, source._marks.get(seat_index, 0))
 
     def put(self, stored: StoredTableRecord) -> None:
         self._records.put(stored)
@@ -372,7 +361,8 @@ class MmapRowChange:
         try:
             if of._journal is not None:
                 entry = TableEntry(stored, rows._replace(new_rows=new_rows))
-                of._journal.append(pack_entry(entry, of._salt), of._image_bytes)
+                image_bytes = record.row_used * of.layout.row_size_bytes
+                of._journal.append(pack_entry(entry, of._salt), image_bytes)
         except StorageError:
             self._roll_back()  # while no call reads
             raise

@@ -16,6 +16,7 @@ its own place.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastcrc import crc32
@@ -156,6 +157,28 @@ class StoredTableRecord(NamedTuple):
     record: TableRecord
     position: Position | None
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        record, position = self.record, self.position or Position(-1)
+        return (
+            record.row_used,
+            record.version,
+            record.sample_total,
+            ~record.contribution_count if record.is_closing else record.contribution_count,
+            record.shift,
+            position.seat_index,
+            position.part_count,
+            position.step,
+        )
+
+    @staticmethod
+    def of(sequence: int, numbers: Sequence[int]) -> StoredTableRecord:
+        used, version, samples, count, shift, seat, parts, step = numbers
+        record = TableRecord.unpacked(used, version, count, samples, shift)
+        return StoredTableRecord(
+            sequence, record, None if seat < 0 else Position(seat, step, parts)
+        )
+
 
 class TableRecords:
     """The record of a table, in a file."""
@@ -164,26 +187,11 @@ class TableRecords:
         self._records = AtomicRecords(file, home, _TABLE.size)
 
     def put(self, stored: StoredTableRecord) -> None:
-        record, position = stored.record, stored.position or Position(-1)
-        packed = _TABLE.pack(
-            stored.sequence,
-            record.row_used,
-            record.version,
-            record.sample_total,
-            position.step,
-            ~record.contribution_count if record.is_closing else record.contribution_count,
-            record.shift,
-            position.seat_index,
-            position.part_count,
-        )
-        self._records.put(0, packed)
+        *totals, count, shift, seat, parts, step = stored.numbers
+        self._records.put(0, _TABLE.pack(stored.sequence, *totals, step, count, shift, seat, parts))
 
     def get(self, row_capacity: int) -> StoredTableRecord:
-        sequence, row_used, version, samples, step, count, shift, seat, parts = _TABLE.unpack(
-            self._records.get(0)
-        )
-        if not 0 <= row_used <= row_capacity:
-            raise self._records.damaged(0, f"{row_used} rows of at most {row_capacity}")
-        position = None if seat < 0 else Position(seat, step, parts)
-        record = TableRecord.unpacked(row_used, version, count, samples, shift)
-        return StoredTableRecord(sequence, record, position)
+        sequence, *totals, step, count, shift, seat, parts = _TABLE.unpack(self._records.get(0))
+        if not 0 <= totals[0] <= row_capacity:
+            raise self._records.damaged(0, f"{totals[0]} rows of at most {row_capacity}")
+        return StoredTableRecord.of(sequence, [*totals, count, shift, seat, parts, step])
