@@ -78,8 +78,8 @@ class Vitals(NamedTuple):
             "sessions": (shard.sessions.count, limits.session_count_max),
             "streams": (self.stream_count(), limits.stream_count_max),
             "arena_bytes": (self.arena_bytes(), limits.arena_bytes_max),
-            "parameters": (len(shard.parameters.all()), limits.parameter_count_max),
-            "tables": (len(shard.tables.all()), limits.table_count_max),
+            "parameters": (shard.parameters.count, limits.parameter_count_max),
+            "tables": (shard.tables.count, limits.table_count_max),
         }
 
     def files_fault(self) -> str | None:

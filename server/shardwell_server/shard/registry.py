@@ -338,6 +338,11 @@ class Registry(ABC, Generic[SpecT, LayoutT, StorageT, OwnedT]):
     def has(self, name: str) -> bool:
         return name in self._by_name
 
+    @property
+    def count(self) -> int:
+        """The number of `all`, at no cost of listing them."""
+        return len(self._by_name)
+
     def all(self) -> list[OwnedT]:
         with self._lock:
             return [self._by_name[name] for name in sorted(self._by_name)]
