@@ -86,10 +86,10 @@ from shardwell.rpc.shard_status import (
     TableStatus,
 )
 from shardwell.specs.fragments import Fragment
+from shardwell.specs.grouped_rate import GroupedRate
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
 from shardwell.specs.layout import TensorGroup, TensorLayout, TensorOptions, TensorSpec
 from shardwell.specs.learner import LearnerProgress
-from shardwell.specs.learning_rate import GroupedRate
 from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import (
     FTRL,

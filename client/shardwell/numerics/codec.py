@@ -1,4 +1,4 @@
-"""The codecs of values: float32 to fp32, fp16 or bf16 and back, at memory speed.
+"""The codecs of values: float32 to fp32, fp16, bf16 or int8 and back, at memory speed.
 
 Pure arithmetic on arrays; lengths are the caller's to check. What it costs is passes over memory,
 each of which `elementwise` makes.

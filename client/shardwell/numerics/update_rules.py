@@ -28,8 +28,8 @@ from shardwell.numerics.elementwise import (
     scale,
 )
 from shardwell.specs import optimizers
+from shardwell.specs.grouped_rate import factors_of
 from shardwell.specs.layout import TensorLayout
-from shardwell.specs.learning_rate import factors_of
 from shardwell.specs.parameter import block_size_of
 
 Slots: TypeAlias = tuple[Float32, ...]

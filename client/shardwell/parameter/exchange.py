@@ -28,7 +28,7 @@ from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel, went_on_elsewhere
 from shardwell.specs.deadlines import wait_milliseconds
-from shardwell.specs.learning_rate import factors_of
+from shardwell.specs.grouped_rate import factors_of
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.steps import transfer
 from shardwell.steps.opening import Opening

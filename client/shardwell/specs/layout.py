@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import brief, check_number, check_whole_number, differences_of
-from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX
+from shardwell.specs.grouped_rate import RATE_GROUP_COUNT_MAX
 from shardwell.specs.names import neighbour
 from shardwell.specs.wire_form import Record
 from shardwell.v1 import types_pb2

@@ -21,8 +21,8 @@ from shardwell.specs.checks import (
     differences_of,
 )
 from shardwell.specs.fragments import Fragment
+from shardwell.specs.grouped_rate import factors_of, rate_of
 from shardwell.specs.layout import SIZE_MAX, TensorLayout
-from shardwell.specs.learning_rate import factors_of, rate_of
 from shardwell.specs.members import BOUND_S_MAX, Elastic
 from shardwell.specs.names import check_name
 from shardwell.specs.optimizers import OF_PARAMETERS, Average, Optimizer, check_learning_rate

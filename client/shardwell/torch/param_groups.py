@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shardwell.errors import ArgumentError
+from shardwell.specs.grouped_rate import RATE_GROUP_COUNT_MAX, GroupedRate
 from shardwell.specs.layout import TensorGroup, TensorOptions
-from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX, GroupedRate
 from shardwell.specs.optimizers import Adam, AdamW, Optimizer, check_learning_rate
 
 _RATE_TOLERANCE = 1e-6

@@ -16,6 +16,7 @@ import numpy as np
 from shardwell.errors import ArgumentError, ClosedError, NonFiniteError, StorageError
 from shardwell.numerics.arguments import as_flat, as_output, check_finite, check_integer
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.row_sums import Rows, first_bad_cell, merge_repeats
 from shardwell.process.connected import Closing, OwnerProcess
 from shardwell.process.local_paths import local_path
 from shardwell.specs.optimizers import check_learning_rate
@@ -24,7 +25,6 @@ from shardwell_server.accumulator.file import GradientFile
 from shardwell_server.accumulator.file_layout import State, SumLayout
 from shardwell_server.accumulator.stripe_locks import StripeLocks
 from shardwell_server.accumulator.sums import StoredSums, SumMemory, TouchedRows
-from shardwell_server.store.gradient_rows import Rows, first_bad_cell, merge_repeats
 
 ROW_COUNT_MAX = 2**40
 SIZE_BYTES_MAX = 2**46

@@ -24,11 +24,11 @@ import numpy.typing as npt
 
 from shardwell.errors import NonFiniteError, StorageError
 from shardwell.numerics.codec import Float32
+from shardwell.numerics.row_sums import Flags, Rows, add_rows, first_bad_cell
 from shardwell.numerics.scratch import BLOCK_ELEMENT_COUNT, thread_scratch
 from shardwell_server.accumulator.file_layout import UNDO_ENTRY_COUNT, SumLayout, Summary
 from shardwell_server.accumulator.stripe_locks import Stripes
 from shardwell_server.store.files.mapped import MappedFile
-from shardwell_server.store.gradient_rows import Flags, Rows, add_rows, first_bad_cell
 from shardwell_server.store.lazy_memory import lazy_zeros
 from shardwell_server.store.row_arrays import gather
 from shardwell_server.store.row_checks import Checks, SumChecks

@@ -1,4 +1,4 @@
-"""A crew: the workers that make the steps of a parameter or table, and the rule by which they do.
+"""A crew: the workers that make the steps of a parameter or table, and when one of them is lost.
 
 Pure. Workers that send gradients have a *seat*; what a worker has contributed is kept with its
 seat, as its tracker needs it. Sessions that opened the parameter or table without a seat are known

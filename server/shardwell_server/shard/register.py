@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 from shardwell.errors import LimitError, StepOrderError, StorageError
-from shardwell.specs.learning_rate import factors_of, rate_of
+from shardwell.specs.grouped_rate import factors_of, rate_of
 from shardwell_server.config import Limits
 from shardwell_server.shard.crews import Contributor, Crew, Seat, owner_event, owner_of
 from shardwell_server.shard.learning_rates import LearningRates

@@ -36,7 +36,7 @@ from shardwell import (
     RowWiseAdagrad,
 )
 from shardwell.errors import ArgumentError
-from shardwell.specs.learning_rate import RATE_GROUP_COUNT_MAX, factors_of, rate_of
+from shardwell.specs.grouped_rate import RATE_GROUP_COUNT_MAX, factors_of, rate_of
 from shardwell.specs.optimizers import check_learning_rate
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2

@@ -10,8 +10,8 @@ import math
 from typing import NamedTuple
 
 from shardwell.errors import LimitError
+from shardwell.group.rendezvous.gathering import Gathering
 from shardwell.group.rendezvous.members import GenerationNumbers, GroupState
-from shardwell.group.rendezvous.state import Gathering
 from shardwell.group.rendezvous.validation import (
     MeetingLimits,
     check_join,

@@ -18,7 +18,7 @@ from shardwell.numerics.codec import Bytes, peak_of
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE
 from shardwell.process.spans import now_ns
-from shardwell.specs.learning_rate import rate_of
+from shardwell.specs.grouped_rate import rate_of
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2

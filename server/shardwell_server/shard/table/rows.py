@@ -19,6 +19,7 @@ from shardwell.errors import ArgumentError
 from shardwell.numerics import row_batches
 from shardwell.numerics.codec import Float32, peak_of
 from shardwell.numerics.initial_rows import initial_rows
+from shardwell.numerics.row_sums import Cell, add_rows, first_bad_cell, touched_rows
 from shardwell.numerics.row_update_rules import RowUpdateRule
 from shardwell.numerics.update_rules import decay_into_state
 from shardwell.numerics.weighted_mean import divide
@@ -38,7 +39,6 @@ from shardwell_server.store.contract import (
     TableRecord,
     TableStorage,
 )
-from shardwell_server.store.gradient_rows import Cell, add_rows, first_bad_cell, touched_rows
 
 _LOG = logging.getLogger("shardwell_server")
 _NO_PLACES: Places = np.empty(0, np.int64)

@@ -23,7 +23,7 @@ import numpy as np
 from fastcrc import crc32
 
 from shardwell.numerics.codec import Bytes
-from shardwell.specs.learning_rate import factors_of, rate_of
+from shardwell.specs.grouped_rate import factors_of, rate_of
 from shardwell_server.store.contract import JournalEntry
 from shardwell_server.store.journal.journal import Buffer, NotWholeError, read_head, read_segment
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwell_server.store.gradient_rows import (
+from shardwell.numerics.row_sums import (
     add_rows,
     first_bad_cell,
     merge_repeats,

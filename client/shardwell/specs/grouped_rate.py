@@ -1,4 +1,4 @@
-"""The learning rate of an update, with what groups of tensors have of it."""
+"""A learning rate with a factor for each group of tensors: a value, of no step."""
 
 from __future__ import annotations
 
