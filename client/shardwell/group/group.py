@@ -26,6 +26,7 @@ from shardwell.group.generation import Generation
 from shardwell.group.membership import Membership
 from shardwell.group.schedule.plan import Operation
 from shardwell.group.state import SharedState
+from shardwell.numerics.arguments import as_output
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.reduction import ReductionName
 from shardwell.placement.slices import slice_of
@@ -268,8 +269,9 @@ class Group(Connected):
         """
         options = CallOptions(op, 0, sample_count, codec, timeout_s)
         done = self._ended(partial(self._start, Operation.REDUCE_SCATTER, array, options))
-        where = slice_of(array.size, done.place, len(done.ranks))
-        return array.reshape(-1)[where.offset : where.stop]
+        flat = as_output(array, None, "array")
+        where = slice_of(flat.size, done.place, len(done.ranks))
+        return flat[where.offset : where.stop]
 
     def all_gather(
         self, array: Float32, *, codec: WireName | None = None, timeout_s: float | None = None

@@ -104,9 +104,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         pool = StreamPool(idle_streams, opening.what, count_max=None, **opening.of)
         self._transfer = Transfer(opening, pool, shards, traffic)
         rules = TensorRules(spec.optimizer, spec.layout)
-        self._tools = Tools(
-            spec, opening, self._transfer, self._feedback, rules, self._member, self._go_on
-        )
+        self._tools = Tools(spec, opening, self._transfer, self._feedback, rules, self._member)
         self._tried = Tried()
         self._is_in_step = False
         """True if a part of the next step may be counted, of an earlier process or failed call."""
@@ -750,6 +748,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             tried = self._tried = Tried(self.next_step)
         call = StepCall(
             self._tools,
+            self._go_on,
             tried,
             Gradient(
                 values,
@@ -795,7 +794,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         tried = self._tried if self._tried.step == step else Tried(step)
         work = Gradient(zeros(self.spec.size), step, 0, None, after_refusal=True)
         work.superseded = tried.superseded
-        call = StepCall(self._tools, tried, work, self.version, has_effect=False, is_clipped=True)
+        call = StepCall(
+            self._tools,
+            self._go_on,
+            tried,
+            work,
+            self.version,
+            has_effect=False,
+            is_clipped=True,
+        )
         call.abandon(attempts)
 
 

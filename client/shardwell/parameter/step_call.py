@@ -51,8 +51,6 @@ class Tools:
     feedback: Feedback
     rules: TensorRules
     member: Member | None
-    ended: Callable[[StepCall, Outcome, int], None]
-    """Takes the outcome of a call whose step has ended, and the worker's next step."""
 
     @cached_property
     def clips(self) -> bool:
@@ -76,6 +74,8 @@ class StepCall:
     """The work, progress and outcome of one call that ends a step. For one thread at a time."""
 
     tools: Tools
+    ended: Callable[[StepCall, Outcome, int], None]
+    """Takes the outcome of this call once its step has ended, and the worker's next step."""
     tried: Tried
     work: Gradient
     version: int
@@ -243,7 +243,7 @@ class StepCall:
                 sum(where.size for where in superseded),
                 spec.size,
             )
-        self.tools.ended(self, outcome, next_step)
+        self.ended(self, outcome, next_step)
 
     def _end_open(self, ended: Ended, superseded: tuple[Slice, ...]) -> tuple[Outcome, int]:
         """Goes on behind a step that may have closed without this gradient."""

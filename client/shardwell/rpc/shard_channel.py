@@ -158,9 +158,10 @@ class ShardChannel(ShardEndpoint):
 
     def unary(self, method: str) -> Any:
         """The call by gRPC of one message each way, also where a method takes a stream of them."""
-        if method not in self._stubs:
-            self._stubs[method] = _unary(self._channel.current, method)
-        return self._stubs[method]
+        stubs = self._stubs  # got before the channel: those of an older one are dropped
+        if method not in stubs:
+            stubs[method] = _unary(self._channel.current, method)
+        return stubs[method]
 
     def streaming(self, method: str) -> Any:
         """The call by gRPC of a method with a stream one way, whose messages are bytes."""

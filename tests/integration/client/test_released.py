@@ -127,3 +127,18 @@ def test_what_was_closed_is_let_go_of_and_opened_anew(cluster, connect, kind) ->
     again = open_again("net")
     assert again.next_step == 1
     assert open_again("net") is again
+
+
+@pytest.mark.parametrize("kind", ["int8", "table"])
+def test_what_was_closed_needs_no_garbage_collector(cluster, connect, kind) -> None:
+    client = connect(cluster(1), "w0")
+    made = KINDS[kind](client, "net")
+    made.close()
+    gc.collect()
+    gc.disable()
+    try:
+        held = weakref.ref(made)
+        del made
+        eventually("its arrays are freed", lambda: held() is None)
+    finally:
+        gc.enable()

@@ -125,6 +125,21 @@ def test_large_arrays_are_sent_in_chunks(place, strategy, size) -> None:
     assert (max(sent for _, sent in results) > length) == (size > 1)
 
 
+def test_a_segment_of_a_tensor_or_a_matrix_is_a_plain_view(place) -> None:
+    torch = pytest.importorskip("torch")
+
+    def work(group: shardwell.Group) -> bool:
+        given = (torch.ones(6), np.ones((2, 3), np.float32).view(np.matrix))
+        for array in given:
+            segment = group.reduce_scatter(array)
+            assert type(segment) is np.ndarray
+            assert segment.tolist() == [2.0] * 3
+            assert np.shares_memory(segment, np.asarray(array))
+        return True
+
+    assert all(on_ranks(2, place, work))
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("length", [0, 1, 2, 4, 524_288, 524_289, 3 * 524_288])
