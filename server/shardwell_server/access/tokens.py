@@ -148,14 +148,15 @@ def read_tokens(path: Path) -> list[Token]:
 
 def json_of(path: Path) -> Any:
     """Reads a file of JSON; no error has any of it, as it may be secret."""
-    try:
-        with _telling(path, "read"):
-            if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-                raise ArgumentError(f"{path} can't be read: it is no file")
-            with path.open("rb") as file:
-                contents = file.read(_FILE_SIZE_MAX_BYTES + 1)
-    except ValueError as error:  # a path that no file has
-        raise ArgumentError(f"{str(path)!r} can't be read: {error}") from None
+    with _telling(path, "read"):
+        try:
+            mode = path.stat().st_mode
+        except ValueError as error:  # a path that no file has
+            raise ArgumentError(f"{str(path)!r} can't be read: {error}") from None
+        if not stat.S_ISREG(mode):  # a pipe would be waited for
+            raise ArgumentError(f"{path} can't be read: it is no file")
+        with path.open("rb") as file:
+            contents = file.read(_FILE_SIZE_MAX_BYTES + 1)
     if len(contents) > _FILE_SIZE_MAX_BYTES:
         raise ArgumentError(f"{path} is larger than {_FILE_SIZE_MAX_BYTES} bytes")
     try:

@@ -203,8 +203,8 @@ def test_old_secrets_stay_good_for_a_while(path) -> None:
     ("flags", "reason"),
     [
         (["--listen=0.0.0.0:0"], "can be reached from other machines, and there is no TLS"),
-        (["--tokens=missing.json"], "missing.json can't be read"),
-        (["--jwt-keys=missing.json"], "missing.json can't be read"),
+        (["--tokens=missing.json"], "Error: missing.json can't be read: No such file"),
+        (["--jwt-keys=missing.json"], "Error: missing.json can't be read: No such file"),
     ],
 )
 def test_what_serve_refuses(flags, reason) -> None:
