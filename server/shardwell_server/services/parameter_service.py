@@ -98,6 +98,7 @@ class ParameterServerService:
                 restores = request.version or request.load_id or request.array_count > 1
                 right = Right.CREATE if restores else Right.CONTRIBUTE
                 parameter: ParameterSlice = opened("parameter", self._shard, request, call, right)
+                check_name("worker_id", request.open.worker_id)
                 load = ParameterLoad(parameter.loading, request)
             load.take(request, payload)
             moved(self._shard, call, received=payload.size)

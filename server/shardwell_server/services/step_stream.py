@@ -127,6 +127,7 @@ class StepStream(ABC, Generic[SliceT]):
     def _open(self, request: Any) -> None:
         self._check_between_steps("`open`")
         self._slice = opened(self._kind, self._shard, request, self._call, Right.READ)
+        check_name("worker_id", request.open.worker_id)
         self._opening, self._contributor = request.open, None
         self._may_be_short = self._opened()
 
@@ -204,9 +205,7 @@ def opened(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> 
     if not request.HasField("open"):
         raise ArgumentError("a stream's first message must have `open`; it is missing")
     checksum.check_sealed(request.open)
-    found = named(kind, shard, request.open, call, right)
-    check_name("worker_id", request.open.worker_id)
-    return found
+    return named(kind, shard, request.open, call, right)
 
 
 def named(kind: Kind, shard: Shard, request: Any, call: Call, right: Right) -> Any:

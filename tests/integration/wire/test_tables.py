@@ -14,6 +14,7 @@ import pytest
 from harness.oracles.table import ModelTable, sgd
 from harness.polling import PATIENCE_S
 from harness.threads import together
+from harness.wire_client import crc as wire_crc
 from harness.wire_client.table import WireTable, table_spec, uniform
 from harness.wire_client.worker import WireWorker, error_detail
 from harness.wire_client.worker import sgd as wire_sgd
@@ -234,6 +235,25 @@ def test_old_rows_are_evicted_and_begin_anew(cluster) -> None:
         table.put([0], [[1]])
         np.testing.assert_array_equal(table.get([0]), [[-1]])
         assert sum(status.row_count for status in table.status()) == 6
+
+
+def test_rows_are_loaded_by_nobody_in_particular(cluster) -> None:
+    """Rows that are loaded have no worker: an opening that names none is taken."""
+    running = cluster(1)
+    with WireWorker(running.target, "w0") as connection:
+        table = WireTable(connection, table_spec(dim=1))
+        opening = table.opening(0)
+        opening.worker_id = ""
+        first = pb.LoadRowsRequest(
+            open=wire_crc.seal_message(opening), rows=pb.Rows(), version=5, finish=True
+        )
+        load = connection.channels[0].stream_unary(
+            "/shardwell.v1.TableService/LoadRows",
+            response_deserializer=pb.LoadRowsResponse.FromString,
+        )
+        sealed = wire_crc.seal(first, *wire_crc.rows_load(first))
+        assert load(iter([sealed.SerializeToString()]), timeout=PATIENCE_S).row_count == 0
+        assert table.status()[0].version == 5
 
 
 def test_rows_of_the_open_step_stay(cluster) -> None:
