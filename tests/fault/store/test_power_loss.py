@@ -473,6 +473,38 @@ def test_a_sync_that_failed_is_made_good_by_an_image(
         run.close()
 
 
+def test_a_sync_that_fails_as_an_image_comes_into_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails in another thread, once the image has made good what failed before it."""
+    places: list[str] = []
+    written = Journal(tmp_path, places.append)
+    fails = failing(monkeypatch, "fdatasync", "/journal-", errno.EIO)
+
+    class Lock:
+        real = threading.Lock()
+
+        def __enter__(self) -> None:
+            self.real.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.real.release()
+            if "image in place" in places and not fails.is_set():
+                fails.set()
+                written.append([b"entry"], 0)
+                with contextlib.suppress(StorageError):
+                    written.sync()
+
+    number = written.begin_segment()
+    monkeypatch.setattr(written, "_sync_lock", Lock())
+    with written.imaging(number):
+        pass
+    assert fails.is_set()
+    with pytest.raises(StorageError, match="syncing it failed"):
+        written.sync()
+    assert written.wants_image
+
+
 def test_a_failed_sync_is_remembered_by_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

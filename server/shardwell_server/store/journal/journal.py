@@ -312,7 +312,7 @@ class Journal:
             if self.has_failed:
                 (self._directory / FAILED_NAME).unlink(missing_ok=True)
                 self.has_failed = False
-        self.wants_image, self._older_bytes = False, 0
+            self.wants_image, self._older_bytes = False, 0
         forget_images(self._directory, self._reached, before=number)
 
     def _path(self, number: int) -> Path:
