@@ -538,7 +538,9 @@ class Group(Connected):
             result.add_done_callback(lambda _: ended.set())
             with cancelled_by(ended.set):
                 ended.wait()
-            return result.result() if result.done() else Done()
+            if not result.done():  # given up: that is no outcome
+                raise ClosedError(closed_text(f"group {self.name!r}", "join it again"))
+            return result.result()
 
         return self._run(made, _ENGINE_S)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,10 @@ class SharedState:
         )
         self._digest = hashlib.blake2b(self.description.encode(), digest_size=32).digest()
         self.size_bytes = sum(array.size for array in self.arrays)
-        self._staged = np.empty(self.size_bytes, np.uint8)
+
+    @cached_property
+    def _staged(self) -> npt.NDArray[np.uint8]:
+        return np.empty(self.size_bytes, np.uint8)  # a member that has the state needs none
 
     def digest_words(self) -> Float32:
         """Names, shapes and dtypes, so that ranks can compare them; a copy."""

@@ -19,7 +19,7 @@ import pytest
 import shardwell
 from harness.data.nans import CANONICAL, ODD_NANS, nan_bits
 from harness.group.ranks import STRATEGIES, begun_on_ranks, error_of, on_ranks
-from harness.polling import PATIENCE_S, Stopwatch
+from harness.polling import PATIENCE_S, Stopwatch, eventually
 from harness.threads import in_background
 from shardwell.group.agreement.matching import FAILURE_COUNT_MAX, UNDER_WAY_COUNT_MAX
 
@@ -123,6 +123,28 @@ def test_large_arrays_are_sent_in_chunks(place, strategy, size) -> None:
     results = on_ranks(size, place, work, strategy=strategy)
     assert all(right for right, _ in results)
     assert (max(sent for _, sent in results) > length) == (size > 1)
+
+
+@pytest.mark.parametrize("name", ["join", "all_reduce", "reduce_scatter"])
+def test_a_call_that_was_given_up_is_no_success(place, name) -> None:
+    """As when Ctrl-C ends a `close` that waits for another thread's call."""
+
+    def work(group: shardwell.Group) -> bool:
+        arguments = () if name == "join" else (np.ones(4, np.float32),)
+        if group.rank == 0:
+            assert given_up.wait(PATIENCE_S)
+            getattr(group, name)(*arguments)
+            return True
+        call = in_background(lambda: getattr(group, name)(*arguments))
+        eventually("it is under way", lambda: group._threads._threads.running)
+        group._threads.cancel_scope(None)
+        with pytest.raises(shardwell.ClosedError, match="group"):
+            call.result(PATIENCE_S)
+        given_up.set()
+        return True
+
+    given_up = threading.Event()
+    assert all(on_ranks(2, place, work))
 
 
 def test_a_segment_of_a_tensor_or_a_matrix_is_a_plain_view(place) -> None:
