@@ -211,7 +211,7 @@ class ShardChannel(ShardEndpoint):
                 shard=self.identity, wait_timeout_ms=round(wait_s * 1000)
             )
             for message in self.streaming("Record")(request, timeout=timeout_s):
-                yield trace_pb2.RecordResponse.FromString(message)
+                yield self.received(_parsed(trace_pb2.RecordResponse, message))
 
     def is_worth_telling(self) -> bool:
         """Returns True once a minute: a silent shard is logged no more often, however many wait."""

@@ -1,6 +1,6 @@
-"""Goal: a channel that was renewed, for new certificates say, is the one that calls are made over.
+"""Goal: calls are made over the newest channel, and answers that no one can read are errors.
 
-Method: gRPC's calls are made by a stand-in, during which another thread renews the channel.
+Method: gRPC's calls are made by stand-ins, one of which renews the channel, as another thread may.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardwell.errors import ShardUnavailableError
 from shardwell.rpc import shard_channel
 from shardwell.rpc.shard_channel import ShardChannel
 
@@ -45,3 +46,9 @@ def test_a_call_is_there_whenever_the_channel_is_renewed(channel) -> None:
 
     channel._stubs = Renewing()
     assert callable(channel.unary(METHOD))
+
+
+def test_a_recording_that_is_damaged_on_its_way(monkeypatch, channel) -> None:
+    monkeypatch.setattr(channel, "streaming", lambda _: lambda *_, **__: iter([b"\xff"]))
+    with pytest.raises(ShardUnavailableError, match="was lost; call again"):
+        list(channel.record(0.0, 1.0))
