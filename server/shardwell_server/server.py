@@ -170,13 +170,13 @@ class ShardServer:
         self._loop.run(self._begin_to_serve())
         durability, data_dir = self.config.durability, self._data_dir
         for name, work, is_needed in (
-            ("verify", self._verify, True),
-            ("sync", self._sync, durability.interval_s is not None),
-            ("image", self._image, not durability.is_process),
-            ("look", self._look_at_files, data_dir is not None),
+            ("shardwell-verify", self._verify, True),
+            ("shardwell-sync", self._sync, durability.interval_s is not None),
+            ("shardwell-image", self._image, not durability.is_process),
+            ("shardwell-look", self._look_at_files, data_dir is not None),
         ):
             if is_needed:
-                thread = threading.Thread(target=work, name=f"shardwell-{name}")
+                thread = threading.Thread(target=work, name=name)
                 thread.start()
                 self._threads.append(thread)
         if self.admin is not None:

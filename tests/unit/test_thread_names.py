@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GIVEN = re.compile(
     r'(?:Thread\([^"]*name=|(?:begin|done_at_once|together)\(\s*|after\([^"]*?, '
-    r'|(?:ThreadPoolExecutor|DaemonThreads)\([^"]*)"(shardwell-[a-z-]+)"'
+    r'|(?:ThreadPoolExecutor|DaemonThreads)\([^"]*|\n +\()"(shardwell-[a-z-]+)"'
     r'|CallThreads\("([a-z]+)"\)'
 )
 NAMELESS = re.compile(r'threading\.Timer\(|threading\.Thread\((?![^"]*name=)')

@@ -21,8 +21,8 @@ from harness.faults.deletions import (
 )
 from harness.inside import channels_of, incarnation_of, vanish
 from harness.polling import eventually
+from shardwell.v1 import names_pb2, table_pb2
 from shardwell.v1 import parameter_server_pb2 as pb
-from shardwell.v1 import table_pb2
 from shardwell_server import LocalCluster
 
 SGD = shardwell.SGD(learning_rate=1.0)
@@ -161,7 +161,7 @@ def test_a_late_request_removes_nothing_of_what_came_since(cluster, connect, mon
     again = opened(client, "parameter")
     step(again)
     for channel, request in sent:
-        answer = channel.delete(request, 10.0)
+        answer = channel.call("Delete", request, names_pb2.DeleteResponse, timeout_s=10.0)
         assert answer.freed_bytes == 0
     np.testing.assert_array_equal(step(again), -2.0)
 

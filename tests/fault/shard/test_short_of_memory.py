@@ -20,9 +20,10 @@ from shardwell.errors import LimitError, StorageError
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import Durability, ShardConfig
-from shardwell_server.shard.parameter import slice as parameter_slice
+from shardwell_server.shard.parameter import state as parameter_state
 from shardwell_server.shard.shard import Shard
 from shardwell_server.shard.table import slice as table_slice
+from shardwell_server.shard.table import state as table_state
 from shardwell_server.store.contract import Store
 from shardwell_server.store.files import atomic_directory as numbered
 from shardwell_server.store.memory import MemoryStore
@@ -93,11 +94,11 @@ def test_it_opens_when_there_is_memory_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, spec: Any, part: str
 ) -> None:
     is_table = spec is TABLE
-    folder, module = ("tables", table_slice) if is_table else ("parameters", parameter_slice)
+    folder, module = ("tables", table_state) if is_table else ("parameters", parameter_state)
     shard = Shard(config(kind), store_of(kind, tmp_path))
     kept = getattr(shard, folder)
     with monkeypatch.context() as patch:
-        without_memory(patch, module, part)
+        without_memory(patch, table_slice if part == "TableScan" else module, part)
         for tried in (spec, spec, *([dataclasses.replace(spec, dim=3)] if is_table else [])):
             with pytest.raises((StorageError, LimitError), match=f"'{spec.name}'") as refused:
                 kept.open(tried)

@@ -25,15 +25,15 @@ def end() -> None:
 
 def after_requests(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
     """Calls `act` when a deletion has had so many answers."""
-    made, counts = ShardChannel.delete, itertools.count(1)
+    made, counts = ShardChannel.call, itertools.count(1)
 
-    def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
-        answer = made(channel, request, timeout_s)
-        if next(counts) == number:
+    def call(channel: ShardChannel, method: str, *request: Any, **how: Any) -> Any:
+        answer = made(channel, method, *request, **how)
+        if method == "Delete" and next(counts) == number:
             act()
         return answer
 
-    monkeypatch.setattr(ShardChannel, "delete", delete)
+    monkeypatch.setattr(ShardChannel, "call", call)
 
 
 def requests_of(
@@ -41,13 +41,14 @@ def requests_of(
 ) -> list[tuple[ShardChannel, Any]]:
     """What a deletion sends, to be sent again."""
     sent: list[tuple[ShardChannel, Any]] = []
-    made = ShardChannel.delete
+    made = ShardChannel.call
 
-    def delete(channel: ShardChannel, request: Any, timeout_s: float) -> Any:
-        sent.append((channel, type(request).FromString(request.SerializeToString())))
-        return made(channel, request, timeout_s)
+    def call(channel: ShardChannel, method: str, request: Any, *rest: Any, **how: Any) -> Any:
+        if method == "Delete":
+            sent.append((channel, type(request).FromString(request.SerializeToString())))
+        return made(channel, method, request, *rest, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardChannel, "delete", delete)
+        patch.setattr(ShardChannel, "call", call)
         act()
     return sent

@@ -52,8 +52,7 @@ def test_answers_to_a_caller_that_has_gone(
                 raise
 
         handler = grpc.stream_stream_rpc_method_handler(answer_often)
-        service, _, method = METHOD[1:].partition("/")
-        streams = UnixStreams([grpc.method_handlers_generic_handler(service, {method: handler})], 4)
+        streams = UnixStreams({METHOD: handler}, 4)
         streams.listen(str(tmp_path), "shard")
         await streams.start()
         caller = connected(streams.address, socket.SOCK_STREAM, PATIENCE_S)
