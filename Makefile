@@ -52,7 +52,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    train a digits classifier on a cluster, and watch; again while workers come and die, and by outer training (55 s)"
 	@echo "make demo-embeddings    the same with a knowledge graph's embeddings (40 s)"
-	@echo "make test    the tests (6 minutes on two cores)"
+	@echo "make test    the tests (17 minutes on two cores)"
 	@echo "make test-exhaustive    those that take longer: every write killed, every bit flipped"
 	@echo "make frameworks    PyTorch, JAX and what their tests need: make test runs those, too, from then on"
 	@echo "make test-extras    those alone that need more packages than make test installs, with these packages"
