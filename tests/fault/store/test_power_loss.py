@@ -473,10 +473,11 @@ def test_a_sync_that_failed_is_made_good_by_an_image(
         run.close()
 
 
+@pytest.mark.parametrize("after", ["image begun", "image in place"])
 def test_a_sync_that_fails_as_an_image_comes_into_force(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
 ) -> None:
-    """It fails in another thread, once the image has made good what failed before it."""
+    """It fails in another thread, with an entry that is behind the image's."""
     places: list[str] = []
     written = Journal(tmp_path, places.append)
     fails = failing(monkeypatch, "fdatasync", "/journal-", errno.EIO)
@@ -489,20 +490,29 @@ def test_a_sync_that_fails_as_an_image_comes_into_force(
 
         def __exit__(self, *_: object) -> None:
             self.real.release()
-            if "image in place" in places and not fails.is_set():
-                fails.set()
+            if after in places and "failed" not in places:
+                places.append("failed")
                 written.append([b"entry"], 0)
+                fails.set()
                 with contextlib.suppress(StorageError):
                     written.sync()
+                fails.clear()  # the kernel tells of a lost page once
 
     number = written.begin_segment()
     monkeypatch.setattr(written, "_sync_lock", Lock())
     with written.imaging(number):
         pass
-    assert fails.is_set()
+    assert "failed" in places
     with pytest.raises(StorageError, match="syncing it failed"):
         written.sync()
     assert written.wants_image
+    assert (tmp_path / "failed-journal").exists()
+    with written.imaging(written.begin_segment()):
+        pass
+    written.append([b"entry"], 0)
+    written.sync()
+    assert not written.wants_image
+    assert not (tmp_path / "failed-journal").exists()
 
 
 def test_a_failed_sync_is_remembered_by_the_next_process(

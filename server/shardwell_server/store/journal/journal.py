@@ -191,6 +191,7 @@ class Journal:
         self._synced = 0
         self.has_failed = (directory / FAILED_NAME).exists()
         """True if a sync has failed, also in an earlier process, and no image was made since."""
+        self._failure_count = 0
         self.wants_image = not images(directory) or self.has_failed
         self._older_bytes = sum(path.stat().st_size for path in segments(directory).values())
         self.number = 0
@@ -281,6 +282,7 @@ class Journal:
             os.pwrite(self._file, _head(size_bytes), 0)
         except OSError:
             self.has_failed = self.wants_image = True
+            self._failure_count += 1
             with contextlib.suppress(OSError):
                 (self._directory / FAILED_NAME).touch()
             raise
@@ -301,6 +303,7 @@ class Journal:
                 yield making
                 with self._sync_lock:  # parts of the image may be as new as the last entry
                     self._ask_disk()  # whatever failed before: the image needs no other segment
+                    failure_count = self._failure_count
                 sync_path(making)
                 self._reached("image written")
                 making.rename(image)
@@ -309,10 +312,11 @@ class Journal:
         finally:
             shutil.rmtree(making, ignore_errors=True)
         with self._sync_lock:
-            if self.has_failed:
-                (self._directory / FAILED_NAME).unlink(missing_ok=True)
-                self.has_failed = False
-            self.wants_image, self._older_bytes = False, 0
+            self._older_bytes = 0
+            if self._failure_count == failure_count:  # else entries behind the image's are lost
+                if self.has_failed:
+                    (self._directory / FAILED_NAME).unlink(missing_ok=True)
+                self.has_failed = self.wants_image = False
         forget_images(self._directory, self._reached, before=number)
 
     def _path(self, number: int) -> Path:
