@@ -103,6 +103,7 @@ from shardwell.specs.optimizers import (
     RowWiseAdagrad,
 )
 from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.samples import Batch, Samples
 from shardwell.specs.table import TableSpec
 from shardwell.table.steps import RowOutcome
 from shardwell.table.table import Table
@@ -158,6 +159,7 @@ __all__ = [
     "ArgumentError",
     "AuthenticationError",
     "Average",
+    "Batch",
     "Centralized",
     "Checkpoint",
     "CheckpointFamily",
@@ -205,6 +207,7 @@ __all__ = [
     "Ring",
     "RowOutcome",
     "RowWiseAdagrad",
+    "Samples",
     "SeatsTakenError",
     "ServerSync",
     "SessionEndedError",

@@ -73,6 +73,8 @@ class Gradient:
     step: int
     sample_count: int
     learning_rate: float | None
+    samples: types_pb2.StepSamples | None = None
+    """The samples that it was made from, of which the shards keep account."""
     looked_at: set[int] = field(default_factory=set)
     """Numbers of chunks that were found to be finite, over all parts in order."""
     after_refusal: bool = False
@@ -400,6 +402,8 @@ class Transfer(StepTransfer[ShardSlice]):
         if work.learning_rate is not None:
             common.learning_rate = work.learning_rate
             common.rate_factors.extend(factors_of(work.learning_rate))
+        if work.samples is not None:
+            common.samples.CopyFrom(work.samples)
         if not are_made_here:
             for line in lines:
                 line.stream.submit(self._messages(line, work, common, leaves=True))

@@ -9,7 +9,7 @@ take turns. Its buffers are the caller's: nothing is kept of a gradient after th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, Literal, get_args
@@ -21,6 +21,7 @@ from shardwell.errors import ArgumentError, StepOrderError
 from shardwell.numerics.arguments import check_finite, check_integer
 from shardwell.numerics.codec import Float32, block_codec
 from shardwell.numerics.update_rules import TensorRules
+from shardwell.parameter.dealing import POSITION_MAX, Dealing
 from shardwell.parameter.exchange import Gradient, ShardSlice, Transfer
 from shardwell.parameter.feedback import Feedback, Outcome
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
@@ -37,6 +38,7 @@ from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
+from shardwell.specs.samples import Batch, Samples
 from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
@@ -105,6 +107,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._transfer = Transfer(opening, pool, shards, traffic)
         rules = TensorRules(spec.optimizer, spec.layout)
         self._tools = Tools(spec, opening, self._transfer, self._feedback, rules, self._member)
+        self._dealing = Dealing(opening, shards.channels, self._member, lambda: self.next_step)
         self._tried = Tried()
         self._is_in_step = False
         """True if a part of the next step may be counted, of an earlier process or failed call."""
@@ -290,6 +293,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         *,
         sample_count: int = 1,
         learning_rate: float | None = None,
+        batch: Batch | Sequence[Batch] = (),
         timeout_s: float | None = None,
     ) -> int:
         """Adds a gradient to this worker's next step; returns when all shards have counted it.
@@ -308,6 +312,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 schedule needs no call of its own. All workers give the same; a `GroupedRate` where
                 groups of tensors have rates that change apart. Asynchronous mode: the rate of this
                 gradient's update alone. Default: no change.
+            batch: The batches of `batches` that it was made from: they count as it counts. Where
+                shards have lost this member since they dealt one, the gradient is not sent, and
+                the worker gives none for the step.
             timeout_s: See `Client`.
 
         Returns:
@@ -322,7 +329,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """
 
         def put(attempts: Attempts) -> int:
-            call = self._step_call(gradient, sample_count, learning_rate, attempts)
+            call = self._step_call(gradient, sample_count, learning_rate, attempts, batch=batch)
             call.put(attempts)
             return call.work.step
 
@@ -334,6 +341,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         *,
         sample_count: int = 1,
         learning_rate: float | None = None,
+        batch: Batch | Sequence[Batch] = (),
         out: ValuesT | None = None,
         timeout_s: float | None = None,
     ) -> ValuesT:
@@ -348,6 +356,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 no weight, and none of an optimizer's state. Asynchronous mode: nothing counts.
             sample_count: See `put_gradient`.
             learning_rate: See `put_gradient`.
+            batch: See `put_gradient`. Without a gradient they are given back, and dealt again.
             out: See `get_weights`. It must not overlap the gradient's memory.
             timeout_s: See `Client`.
 
@@ -361,7 +370,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             ShardwellError: as `put_gradient` and `get_weights`. The step is still this worker's
                 next: call again.
         """
-        exchange = partial(self._exchange, gradient, sample_count, learning_rate, out)
+        exchange = partial(self._exchange, gradient, sample_count, learning_rate, out, batch=batch)
         return self._calls.run(exchange, timeout_s, in_turn=True, verb="exchange")
 
     def exchange_async(
@@ -370,6 +379,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         *,
         sample_count: int = 1,
         learning_rate: float | None = None,
+        batch: Batch | Sequence[Batch] = (),
         out: ValuesT | None = None,
         timeout_s: float | None = None,
         began: Callable[[Future[ValuesT]], None] | None = None,
@@ -384,6 +394,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             gradient: See `exchange`, as all that follow.
             sample_count: Its weight in the mean.
             learning_rate: The optimizer's from this step on.
+            batch: See `put_gradient`.
             out: Where to put the weights.
             timeout_s: How long it may take.
             began: Gets the future, too, on a thread that no signal interrupts: so that a caller
@@ -394,7 +405,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             ClosedError: the parameter or its client was closed.
         """
         exchange = partial(
-            self._exchange, gradient, sample_count, learning_rate, out, reads_first=False
+            self._exchange,
+            gradient,
+            sample_count,
+            learning_rate,
+            out,
+            batch=batch,
+            reads_first=False,
         )
         if began is None:
             return self._calls.start(exchange, timeout_s, in_turn=True)
@@ -433,6 +450,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         *,
         sample_count: int = 1,
         learning_rate: float | None = None,
+        batch: Batch | Sequence[Batch] = (),
         out: ValuesT | None = None,
         timeout_s: float | None = None,
     ) -> OpenExchange[ValuesT]:
@@ -447,6 +465,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 has returned.
             sample_count: See `put_gradient`.
             learning_rate: See `put_gradient`.
+            batch: See `put_gradient`.
             out: See `exchange`; written while the gradient is computed.
             timeout_s: Bound of each piece that is exchanged before `finish`, and of `finish`.
 
@@ -456,7 +475,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """
 
         def begin(attempts: Attempts) -> tuple[StepCall, Pieces, ValuesT]:
-            call = self._step_call(gradient, sample_count, learning_rate, attempts, is_whole=False)
+            call = self._step_call(
+                gradient, sample_count, learning_rate, attempts, batch=batch, is_whole=False
+            )
             return call, *self._room_beside(call, out)
 
         call, weights, result = self._calls.run(begin, timeout_s, in_turn=True)
@@ -491,6 +512,92 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         )
         begun = OpenExchange(call, weights, None if is_whole_at_once else start, finish)
         return begun
+
+    # Samples.
+
+    def batches(
+        self,
+        samples: Samples,
+        *,
+        epochs: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[Batch]:
+        """Yields batches of a dataset, so that each sample counts once an epoch, on all workers.
+
+            for batch in net.batches(shardwell.Samples(len(data), batch_size=32), epochs=10):
+                weights = net.exchange(gradient(weights, data[batch.indices]), batch=batch)
+
+        A sample counts when the gradient counts that it was made from. The shards keep account of
+        it: a worker that is started again, or comes later, goes on where all of them are. What a
+        lost member had is dealt again, and so are batches whose gradient did not count. A batch
+        that no `exchange` gets is this worker's until it ends.
+
+        An elastic worker takes part with its first batch. Iteration ends when nothing below
+        `epochs` is free; other workers may have samples then that have not counted yet.
+
+        Args:
+            samples: The dataset; all workers give the same.
+            epochs: Times that each sample is to count in all, not from now on. Default: no end.
+            timeout_s: Bound of each call to shard 0, one for some batches; see `Client`.
+
+        Raises:
+            ArgumentError: asynchronous mode.
+            SpecMismatchError: other workers have another dataset of that name.
+            ShardwellError: as `exchange`.
+        """
+        if self.spec.mode != "sync":
+            raise ArgumentError(
+                f"parameter {self.name!r} has mode='async', which keeps no account of samples; "
+                "open it with worker_count= or members="
+            )
+        limit = POSITION_MAX
+        if epochs is not None:
+            limit = min(check_integer("epochs", epochs, 0, STEP_MAX) * samples.length, limit)
+        while True:
+            batch = self.next_batch(samples, limit, timeout_s=timeout_s)
+            if batch is None:
+                return
+            yield batch
+
+    def next_batch(
+        self, samples: Samples, limit: int, *, timeout_s: float | None = None
+    ) -> Batch | None:
+        """Returns the next batch that begins below position `limit`, as `batches` yields it.
+
+        Args:
+            samples: See `batches`.
+            limit: A position in the sequence of all epochs: `epochs` times `samples.length`.
+            timeout_s: See `Client`.
+
+        Returns:
+            None: no such samples are free now.
+        """
+
+        def take(attempts: Attempts) -> Batch | None:
+            while True:
+                if not self._takes_part:
+                    self._begin_part(attempts)
+                    if self._member is not None:
+                        self._member.first_step = None  # the program has weights, maybe older ones
+                try:
+                    return self._dealing.take(samples, limit, attempts)
+                except StepOrderError:  # shard 0 has ended its tenure meanwhile
+                    if self._member is None or attempts.remaining_s <= 0:
+                        raise
+                    self._member.lose()
+
+        return self._calls.run(take, timeout_s, in_turn=not self._takes_part)
+
+    @property
+    def _takes_part(self) -> bool:
+        return self._has_seat if self._member is None else self._member.takes_part
+
+    def _begin_part(self, attempts: Attempts) -> None:
+        if self._member is not None:
+            self._member.join(attempts)
+        else:
+            self._opening.take_seat(self.next_step, attempts)
+            self._has_seat = True
 
     def report(self, *, step: int | None = None, **figures: float) -> None:
         """Reports figures of a step, for the status page and metrics: `net.report(loss=0.3)`.
@@ -694,13 +801,14 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         out: ValuesT | None,
         attempts: Attempts,
         *,
+        batch: Batch | Sequence[Batch] = (),
         reads_first: bool = True,
     ) -> ValuesT:
         has_values = gradient is not None
         if not has_values and self.spec.mode == "async":
             return self._get_weights(out, 0, attempts)
         call = self._step_call(
-            gradient, sample_count, learning_rate, attempts, has_values=has_values
+            gradient, sample_count, learning_rate, attempts, batch=batch, has_values=has_values
         )
         weights, result = self._room_beside(call, out)
         call.exchange(weights, attempts)
@@ -724,6 +832,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         learning_rate: float | None,
         attempts: Attempts,
         *,
+        batch: Batch | Sequence[Batch] = (),
         is_whole: bool = True,
         has_values: bool = True,
     ) -> StepCall:
@@ -731,7 +840,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         Without `is_whole` values are read later, where they lie.
         """
-        feedback = self._feedback
+        feedback, dealing = self._feedback, self._dealing
+        batches = (batch,) if isinstance(batch, Batch) else tuple(batch)
+        if dealing.is_used or batches:
+            if not (dealing.admits(batches) and has_values):
+                dealing.give_back(batches)
+                has_values, batches = False, ()
+            dealing.tell(attempts)
         if has_values:
             what = f"gradient of {self.name!r}"
             values = self._values.pieces(what, gradient, in_place=not is_whole)
@@ -764,18 +879,16 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             is_first=not (tried.is_sent or self._is_in_step)
             and self.outcome is not None
             and self.outcome.step == tried.step - 1,
+            batches=batches,
         )
+        if dealing.is_used:
+            call.work.samples = dealing.named(batches)
         if is_whole and feedback.keeps and feedback.is_due:
             call.add_carried()
-        member = self._member
-        if not (self._has_seat if member is None else member.takes_part):
+        if not self._takes_part:
             if is_whole:
                 self._transfer.check_finite(call.work)
-            if member is not None:
-                member.join(attempts)
-            else:
-                self._opening.take_seat(self.next_step, attempts)
-                self._has_seat = True
+            self._begin_part(attempts)
         self._is_in_step = True
         return call
 
@@ -783,7 +896,17 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if call.found_version is not None:
             self.version = call.found_version
         self.outcome, self.next_step = outcome, next_step
+        if self._dealing.is_used:
+            self._end_batches(call.batches, outcome)
         self._is_in_step, self._tried = False, Tried()
+
+    def _end_batches(self, batches: Sequence[Batch], outcome: Outcome) -> None:
+        feedback, member = self._feedback, self._member
+        carries = feedback.carries and (member is None or member.takes_part)
+        self._dealing.ended(batches, outcome, carries=carries)
+        if feedback.carries and not carries:  # what was carried is of samples that are void
+            feedback.carried = None
+            self._dealing.forget_carried()
 
     def _end_tried(self, attempts: Attempts) -> None:
         """Asks for the outcome of a step in which calls have failed, and that has closed since.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -36,6 +36,7 @@ from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.parameter import ParameterSpec, block_size_of
+from shardwell.specs.samples import Batch
 from shardwell.steps.member import Member
 
 _LOG = logging.getLogger("shardwell")
@@ -87,6 +88,8 @@ class StepCall:
     is_first: bool = False
     """True if nothing of the step can have left the worker before: this process has given the step
     before, and this is its first call for this one."""
+    batches: Sequence[Batch] = ()
+    """The samples that its gradient was made from, without those of carried values."""
     own: Pieces | None = None
     """The gradient without carried values; None: the work has nothing else."""
     is_again: bool = False

@@ -386,12 +386,13 @@ class SnapshotRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SnapshotResponse(_message.Message):
-    __slots__ = ("chunk", "version", "array_index", "array_count", "learning_rate", "padding", "payload")
+    __slots__ = ("chunk", "version", "array_index", "array_count", "learning_rate", "samples", "padding", "payload")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARRAY_INDEX_FIELD_NUMBER: _ClassVar[int]
     ARRAY_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     chunk: _types_pb2.Chunk
@@ -399,9 +400,10 @@ class SnapshotResponse(_message.Message):
     array_index: int
     array_count: int
     learning_rate: float
+    samples: bytes
     padding: bytes
     payload: bytes
-    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., array_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., array_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., samples: _Optional[bytes] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class SetLearningRateRequest(_message.Message):
     __slots__ = ("shard", "parameter", "learning_rate", "from_step", "incarnation", "crc32c")
@@ -523,6 +525,130 @@ class ContributorSet(_message.Message):
     worker_ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, chunk_indexes: _Optional[_Iterable[int]] = ..., worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Dataset(_message.Message):
+    __slots__ = ("name", "length", "seed", "shuffles")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    length: int
+    seed: int
+    shuffles: bool
+    def __init__(self, name: _Optional[str] = ..., length: _Optional[int] = ..., seed: _Optional[int] = ..., shuffles: bool = ...) -> None: ...
+
+class DealSamplesRequest(_message.Message):
+    __slots__ = ("shard", "parameter", "stage", "worker_id", "tenure", "dataset", "batch_size", "drop_last", "batch_count", "limit", "ranges", "step", "is_partial", "account", "incarnation", "crc32c")
+    class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STAGE_UNSPECIFIED: _ClassVar[DealSamplesRequest.Stage]
+        STAGE_DEAL: _ClassVar[DealSamplesRequest.Stage]
+        STAGE_RETURN: _ClassVar[DealSamplesRequest.Stage]
+        STAGE_END: _ClassVar[DealSamplesRequest.Stage]
+        STAGE_SETTLE: _ClassVar[DealSamplesRequest.Stage]
+        STAGE_LOAD: _ClassVar[DealSamplesRequest.Stage]
+    STAGE_UNSPECIFIED: DealSamplesRequest.Stage
+    STAGE_DEAL: DealSamplesRequest.Stage
+    STAGE_RETURN: DealSamplesRequest.Stage
+    STAGE_END: DealSamplesRequest.Stage
+    STAGE_SETTLE: DealSamplesRequest.Stage
+    STAGE_LOAD: DealSamplesRequest.Stage
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TENURE_FIELD_NUMBER: _ClassVar[int]
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DROP_LAST_FIELD_NUMBER: _ClassVar[int]
+    BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.ShardIdentity
+    parameter: str
+    stage: DealSamplesRequest.Stage
+    worker_id: str
+    tenure: int
+    dataset: Dataset
+    batch_size: int
+    drop_last: bool
+    batch_count: int
+    limit: int
+    ranges: _containers.RepeatedScalarFieldContainer[int]
+    step: int
+    is_partial: bool
+    account: bytes
+    incarnation: int
+    crc32c: int
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[DealSamplesRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., tenure: _Optional[int] = ..., dataset: _Optional[_Union[Dataset, _Mapping]] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., batch_count: _Optional[int] = ..., limit: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., is_partial: bool = ..., account: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class DealSamplesResponse(_message.Message):
+    __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "done_before", "crc32c")
+    class Batch(_message.Message):
+        __slots__ = ("ranges",)
+        RANGES_FIELD_NUMBER: _ClassVar[int]
+        ranges: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, ranges: _Optional[_Iterable[int]] = ...) -> None: ...
+    class Tenure(_message.Message):
+        __slots__ = ("worker_id", "tenure")
+        WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+        TENURE_FIELD_NUMBER: _ClassVar[int]
+        worker_id: str
+        tenure: int
+        def __init__(self, worker_id: _Optional[str] = ..., tenure: _Optional[int] = ...) -> None: ...
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    OUT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    batches: _containers.RepeatedCompositeFieldContainer[DealSamplesResponse.Batch]
+    again: DealSamplesResponse.Batch
+    out_count: int
+    unsettled: _containers.RepeatedCompositeFieldContainer[DealSamplesResponse.Tenure]
+    ranges: _containers.RepeatedScalarFieldContainer[int]
+    step: int
+    done_before: int
+    crc32c: int
+    def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., done_before: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+
+class SamplesStatus(_message.Message):
+    __slots__ = ("dataset", "epoch", "done_count", "out_count", "free_count", "left_out_count", "partial_count", "partial")
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DONE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OUT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FREE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    dataset: Dataset
+    epoch: int
+    done_count: int
+    out_count: int
+    free_count: int
+    left_out_count: int
+    partial_count: int
+    partial: _containers.RepeatedCompositeFieldContainer[PartialSamples]
+    def __init__(self, dataset: _Optional[_Union[Dataset, _Mapping]] = ..., epoch: _Optional[int] = ..., done_count: _Optional[int] = ..., out_count: _Optional[int] = ..., free_count: _Optional[int] = ..., left_out_count: _Optional[int] = ..., partial_count: _Optional[int] = ..., partial: _Optional[_Iterable[_Union[PartialSamples, _Mapping]]] = ...) -> None: ...
+
+class PartialSamples(_message.Message):
+    __slots__ = ("worker_id", "step", "ranges")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    step: int
+    ranges: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker_id: _Optional[str] = ..., step: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ("identity_only", "parameter", "after", "crc32c", "wire_version")
     IDENTITY_ONLY_FIELD_NUMBER: _ClassVar[int]
@@ -634,7 +760,7 @@ class Trouble(_message.Message):
     def __init__(self, name: _Optional[str] = ..., words: _Optional[str] = ..., section: _Optional[str] = ...) -> None: ...
 
 class ParameterStatus(_message.Message):
-    __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id", "wait", "members", "ended", "abandoned_for_s", "marked", "late_chunk_count", "lost_member_count", "learners", "figures")
+    __slots__ = ("spec", "slice_offset", "slice_size", "initialized", "version_min", "version_max", "contributed_worker_ids", "missing_worker_ids", "unknown_worker_count", "counted_chunk_count", "duplicate_chunk_count", "learning_rate", "contributed_worker_count", "missing_worker_count", "done_worker_ids", "load_id", "wait", "members", "ended", "abandoned_for_s", "marked", "late_chunk_count", "lost_member_count", "learners", "figures", "samples")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SLICE_OFFSET_FIELD_NUMBER: _ClassVar[int]
     SLICE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -660,6 +786,7 @@ class ParameterStatus(_message.Message):
     LOST_MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEARNERS_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.ParameterSpec
     slice_offset: int
     slice_size: int
@@ -685,4 +812,5 @@ class ParameterStatus(_message.Message):
     lost_member_count: int
     learners: _containers.RepeatedCompositeFieldContainer[LearnerStatus]
     figures: _containers.RepeatedCompositeFieldContainer[Figure]
-    def __init__(self, spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., initialized: bool = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., contributed_worker_count: _Optional[int] = ..., missing_worker_count: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ..., load_id: _Optional[int] = ..., wait: _Optional[_Union[_types_pb2.StepWait, _Mapping]] = ..., members: _Optional[_Iterable[_Union[_types_pb2.MemberStatus, _Mapping]]] = ..., ended: bool = ..., abandoned_for_s: _Optional[float] = ..., marked: bool = ..., late_chunk_count: _Optional[int] = ..., lost_member_count: _Optional[int] = ..., learners: _Optional[_Iterable[_Union[LearnerStatus, _Mapping]]] = ..., figures: _Optional[_Iterable[_Union[Figure, _Mapping]]] = ...) -> None: ...
+    samples: _containers.RepeatedCompositeFieldContainer[SamplesStatus]
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ParameterSpec, _Mapping]] = ..., slice_offset: _Optional[int] = ..., slice_size: _Optional[int] = ..., initialized: bool = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., contributed_worker_ids: _Optional[_Iterable[str]] = ..., missing_worker_ids: _Optional[_Iterable[str]] = ..., unknown_worker_count: _Optional[int] = ..., counted_chunk_count: _Optional[int] = ..., duplicate_chunk_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., contributed_worker_count: _Optional[int] = ..., missing_worker_count: _Optional[int] = ..., done_worker_ids: _Optional[_Iterable[str]] = ..., load_id: _Optional[int] = ..., wait: _Optional[_Union[_types_pb2.StepWait, _Mapping]] = ..., members: _Optional[_Iterable[_Union[_types_pb2.MemberStatus, _Mapping]]] = ..., ended: bool = ..., abandoned_for_s: _Optional[float] = ..., marked: bool = ..., late_chunk_count: _Optional[int] = ..., lost_member_count: _Optional[int] = ..., learners: _Optional[_Iterable[_Union[LearnerStatus, _Mapping]]] = ..., figures: _Optional[_Iterable[_Union[Figure, _Mapping]]] = ..., samples: _Optional[_Iterable[_Union[SamplesStatus, _Mapping]]] = ...) -> None: ...

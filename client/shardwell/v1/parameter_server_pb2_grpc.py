@@ -95,6 +95,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsResponse.FromString,
                 _registered_method=True)
+        self.DealSamples = channel.unary_unary(
+                '/shardwell.v1.ParameterServerService/DealSamples',
+                request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/shardwell.v1.ParameterServerService/GetStatus',
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.GetStatusRequest.SerializeToString,
@@ -281,6 +286,22 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DealSamples(self, request, context):
+        """Deals samples of a dataset to the workers of a parameter, and keeps account of which have counted: each of them once.
+
+        All data of a training are one sequence of positions: position g is a sample of epoch g / length. A worker asks shard 0
+        for positions (STAGE_DEAL), and names those that it used with its gradient (GradientChunk.samples). Positions whose
+        gradient counts nowhere it gives back (STAGE_RETURN). The positions of a member whose tenure is over are free once no
+        shard can have counted them: the member that is told of it (`unsettled`) asks each other shard (STAGE_END), and tells
+        shard 0 (STAGE_SETTLE). Every stage is safe to repeat; a deal that is asked for again may deal other positions.
+        Errors: NOT_FOUND, INVALID_ARGUMENT, FAILED_PRECONDITION with ERROR_CODE_WRONG_SHARD (another shard than shard 0, but
+        for STAGE_END), with ERROR_CODE_SPEC_MISMATCH (the name has another length, seed or order, or workers of a fixed
+        crew batches of another size), with ERROR_CODE_STEP_ORDER (the tenure is over), with ERROR_CODE_STORAGE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Who this shard is, what it holds, and who is missing. Safe to repeat.
         """
@@ -350,6 +371,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.GetContributions,
                     request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsResponse.SerializeToString,
+            ),
+            'DealSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.DealSamples,
+                    request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -682,6 +708,33 @@ class ParameterServerService(object):
             '/shardwell.v1.ParameterServerService/GetContributions',
             shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsRequest.SerializeToString,
             shardwell_dot_v1_dot_parameter__server__pb2.GetContributionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DealSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ParameterServerService/DealSamples',
+            shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesRequest.SerializeToString,
+            shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -446,7 +446,7 @@ class StreamOpen(_message.Message):
     def __init__(self, shard: _Optional[_Union[ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., worker_id: _Optional[str] = ..., session: _Optional[int] = ..., tenure: _Optional[int] = ..., crc32c: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class GradientChunk(_message.Message):
-    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "counts_only", "after_refusal", "control_crc32c", "rate_factors", "held_version")
+    __slots__ = ("chunk", "step", "sample_count", "wait_timeout_ms", "end_of_step", "learning_rate", "counts_only", "after_refusal", "control_crc32c", "rate_factors", "held_version", "samples")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -458,6 +458,7 @@ class GradientChunk(_message.Message):
     CONTROL_CRC32C_FIELD_NUMBER: _ClassVar[int]
     RATE_FACTORS_FIELD_NUMBER: _ClassVar[int]
     HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     chunk: Chunk
     step: int
     sample_count: int
@@ -469,7 +470,16 @@ class GradientChunk(_message.Message):
     control_crc32c: int
     rate_factors: _containers.RepeatedScalarFieldContainer[float]
     held_version: int
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., counts_only: bool = ..., after_refusal: bool = ..., control_crc32c: _Optional[int] = ..., rate_factors: _Optional[_Iterable[float]] = ..., held_version: _Optional[int] = ...) -> None: ...
+    samples: StepSamples
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., step: _Optional[int] = ..., sample_count: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., end_of_step: bool = ..., learning_rate: _Optional[float] = ..., counts_only: bool = ..., after_refusal: bool = ..., control_crc32c: _Optional[int] = ..., rate_factors: _Optional[_Iterable[float]] = ..., held_version: _Optional[int] = ..., samples: _Optional[_Union[StepSamples, _Mapping]] = ...) -> None: ...
+
+class StepSamples(_message.Message):
+    __slots__ = ("data", "ranges")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    data: str
+    ranges: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, data: _Optional[str] = ..., ranges: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "shard_index", "parameter", "worker_id", "missing_worker_ids", "element_index", "rank", "missing_ranks", "table", "init_epoch", "free_in_ms")

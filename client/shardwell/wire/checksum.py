@@ -328,7 +328,12 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
     )
     crc = int(crc32.iscsi(fields, context))
     factors = header.rate_factors
-    return extended(crc, len(factors), *map(_bits, factors)) if factors else crc
+    if factors:
+        crc = extended(crc, len(factors), *map(_bits, factors))
+    if not header.HasField("samples"):
+        return crc
+    samples = header.samples
+    return extended(crc, samples.data, len(samples.ranges), *samples.ranges)
 
 
 def gradient_control(header: types_pb2.GradientChunk) -> int:
@@ -373,7 +378,8 @@ def first_weights(context: int, array_index: int) -> int:
 
 def snapshot(context: int, header: parameter_server_pb2.SnapshotResponse) -> int:
     """Goes on over a range of a snapshot."""
-    return _with_numbers(context, header.version, header.array_index, _bits(header.learning_rate))
+    crc = _with_numbers(context, header.version, header.array_index, _bits(header.learning_rate))
+    return extended(crc, header.samples.decode("latin-1")) if header.samples else crc
 
 
 def row_gradients(context: int, header: table_pb2.RowGradients) -> int:

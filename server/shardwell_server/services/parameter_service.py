@@ -154,10 +154,13 @@ class ParameterServerService:
                     parameter.snapshots.capture, index, snapshot, deadline, arrays
                 )
                 parameter.make_durable()
+                account = parameter.account_of_samples(found) if index == 0 else b""
                 for array_index, array in enumerate(arrays):
                     header = pb.SnapshotResponse(
                         version=found, array_index=array_index, learning_rate=rate
                     )
+                    if account and not array_index:
+                        header.samples = account
                     start = checksum.snapshot(context, header)
                     try:
                         for message in _ranges(codec, header, where, index, array, start):
@@ -191,6 +194,14 @@ class ParameterServerService:
         if figures or not request.HasField("learner"):
             parameter.reports.note(request.step, figures)
         return pb.ReportResponse()
+
+    def deal_samples(self, request: pb.DealSamplesRequest, call: Call) -> pb.DealSamplesResponse:
+        is_load = request.stage == pb.DealSamplesRequest.STAGE_LOAD
+        right = Right.CREATE if is_load else Right.CONTRIBUTE
+        parameter = self._named(request, call, right)
+        if not is_load:
+            check_name("worker_id", request.worker_id)
+        return checksum.seal(parameter.deal(request))
 
     def get_contributions(
         self, request: pb.GetContributionsRequest, call: Call

@@ -212,6 +212,16 @@ class ParameterStorage(Storage):
     def kept(self, chunk_index: int, version: int) -> bytes | None:
         """Returns the kept bytes of a version, unchecked; None: it has none."""
 
+    def sample_events(self) -> Sequence[Event]:
+        """Returns the logged events of samples, in order."""
+        return ()
+
+    def log_samples(self, event: Event) -> None:
+        """Adds an event of samples, as `log` does to a log of its own; under a chunk's lock."""
+
+    def compact_samples(self, events: Callable[[], Sequence[Event]]) -> None:
+        """Replaces that log by fewer events, where that saves a lot."""
+
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """Takes first weights as they lie; otherwise damaged old values would look new."""
 

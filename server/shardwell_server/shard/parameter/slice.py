@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, StepOrderError, WrongShardError
 from shardwell.numerics.codec import Bytes, peak_of
 from shardwell.numerics.scratch import thread_scratch
 from shardwell.numerics.update_rules import SAFE_MAGNITUDE
+from shardwell.placement.ranges import flat
 from shardwell.process.spans import now_ns
 from shardwell.specs.grouped_rate import rate_of
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, ParameterSpec
@@ -36,6 +37,7 @@ from shardwell_server.shard.parameter.averaging import (
     Contribution,
 )
 from shardwell_server.shard.parameter.chunk import ImageWriter, come_to_rest
+from shardwell_server.shard.parameter.ledger import Holder
 from shardwell_server.shard.parameter.loading import ParameterLoading
 from shardwell_server.shard.parameter.reports import Reports
 from shardwell_server.shard.parameter.state import ParameterState
@@ -85,6 +87,8 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         self.sets.restore()
         self.steps.replay()
         self.sets.is_restoring = False
+        self.samples = state.samples
+        self.samples.restore()
         self.times.begin_anew()  # what was replayed was another process's
         self.steps.recovered()
         if storage.is_torn:
@@ -245,11 +249,15 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 contribution.payload,
                 closes=closes and self.has_open_sets,
             )
+            has_samples = gradient.HasField("samples")
+            used = self.samples.note(index, seat, step, gradient.samples) if has_samples else None
             self.storage.journal(entry)
             # What overflows is found where weights are encoded.
             begun_s = self.steps.count(
                 chunk, index, summed, seat, step, learning_rate, header.crc32c, closes=closes
             )
+            if used is not None:
+                self.samples.counted(gradient.samples, used)
             chunk.counted_count += 1
             closed = self._tracker.records[index].version != version
             if closes:
@@ -297,6 +305,68 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
 
     def _come_to_rest(self) -> None:
         come_to_rest(self._chunks)
+
+    # Samples.
+
+    def deal(self, request: pb.DealSamplesRequest) -> pb.DealSamplesResponse:
+        """Does what a request about samples asks for; docs/adr/0042-samples.md has the protocol.
+
+        Raises:
+            ArgumentError, SpecMismatchError: as DealSamples says.
+            StepOrderError: the tenure of a member that asks for a deal is over.
+        """
+        stages = pb.DealSamplesRequest.Stage
+        worker_id, tenure = request.worker_id, request.tenure
+        if request.stage == stages.STAGE_END:
+            self.end_tenure(worker_id, tenure)
+            self._come_to_rest()
+            step, ranges = self.samples.last_given(Holder(worker_id, tenure))
+            return pb.DealSamplesResponse(step=step, ranges=flat(ranges))
+        if not self.samples.has_first_chunk:
+            raise WrongShardError("samples are dealt by shard 0 alone; ask there")
+        with self._register.lock:
+            rank, is_alone = self._crew.rank_of(worker_id), self._is_alone(worker_id)
+            is_member = self._crew.member(worker_id, tenure) is not None
+        response = pb.DealSamplesResponse()
+        with self._chunks[0].changed.lock:
+            match request.stage:
+                case stages.STAGE_DEAL:
+                    if self.spec.members is not None and not is_member:
+                        raise StepOrderError(
+                            f"worker {worker_id!r} asks for samples in a tenure that is over; join "
+                            "anew",
+                            worker_id=worker_id,
+                        )
+                    response = self.samples.deal(request, rank, is_alone=is_alone)
+                case stages.STAGE_RETURN:
+                    self.samples.give_back(request)
+                case stages.STAGE_SETTLE:
+                    self.samples.settle(request)
+                case stages.STAGE_LOAD:
+                    if self._register.is_initialized:
+                        raise ArgumentError(
+                            f"parameter {self.spec.name!r} has first weights, so its samples have "
+                            "an account of their own; delete it before",
+                            parameter=self.spec.name,
+                        )
+                    self.samples.load(request.account)
+                case _:
+                    raise ArgumentError(
+                        f"stage must be one of DealSamplesRequest; got {request.stage}"
+                    )
+        self.make_durable()
+        return response
+
+    def _is_alone(self, worker_id: str) -> bool:
+        """Returns True if no other worker of the crew is connected; the register's lock is held."""
+        return all(name == worker_id for name, *_ in self._crew.living(but=0))
+
+    def account_of_samples(self, version: int) -> bytes:
+        """Returns the account of the samples in a version of chunk 0, for a checkpoint."""
+        if not self.samples.has_first_chunk:
+            return b""
+        with self._chunks[0].changed.lock:
+            return self.samples.account(version)
 
     def _give_on(self, seat: ParameterSeat) -> None:
         self.sets.give_on(seat)
@@ -365,6 +435,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 status, oldest, name_count_max, attending
             )
             status.learners.extend(self.reports.learners(name_count_max))
+            status.samples.extend(self.samples.describe())
             for name, value in self.reports.newest().items():
                 status.figures.add(name=name, value=value)
             status.contributed_worker_count = contributed_count

@@ -11,6 +11,7 @@ from shardwell_server.shard.parameter.chunk import Chunk
 from shardwell_server.shard.parameter.encoded_weights import EncodedWeights
 from shardwell_server.shard.parameter.open_sets import OpenSets
 from shardwell_server.shard.parameter.register import Register
+from shardwell_server.shard.parameter.samples import Samples
 from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.slice import SharedParts, SliceState
 from shardwell_server.shard.step_times import StepTimes
@@ -48,6 +49,14 @@ class ParameterState(SliceState[ParameterSeat]):
         self.lock = self.register.lock
         self.sets = OpenSets(spec, storage, self.tracker, self.register, self.chunks, shared.log)
         """The contributors to its steps, where sets are open."""
+        size = self.where.size
+        self.samples = Samples(
+            spec,
+            storage,
+            self.tracker,
+            has_first_chunk=config.shard_index == 0 and size > 0,
+            is_whole=size == spec.size,
+        )
         self.snapshots = Snapshots(
             spec,
             self.chunks,

@@ -8,6 +8,7 @@ Files of a parameter's directory; the arrays are plain little-endian float32:
     marks             the last step of each worker for each chunk       (records/worker_steps.py)
     undo              what chunks were that are being changed           (undo.py)
     events            seats, first weights, learning rates              (records/event_log.py)
+    samples           which samples have counted, where they are dealt  (records/event_log.py)
     image-*, journal-*    what survives the machine                     (storage.py)
 
 A transition, in the order of its writes (docs/adr/0007-crash-safety.md has the proof):
@@ -25,7 +26,7 @@ arrays chunk by chunk (`verify`) before their first use.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +39,7 @@ from shardwell.numerics.elementwise import blocks
 from shardwell_server.store.contract import (
     NO_SEAT,
     ChunkRecord,
+    Event,
     JournalEntry,
     Layout,
     ParameterStorage,
@@ -45,7 +47,7 @@ from shardwell_server.store.contract import (
     check_not_retired,
 )
 from shardwell_server.store.files.layout import Home
-from shardwell_server.store.files.mapped import MappedFile
+from shardwell_server.store.files.mapped import MappedFile, sync_path
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
     cut_off,
@@ -58,6 +60,7 @@ from shardwell_server.store.mmap.kept import KeptWeights, kept_size, make_room
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.mmap.undo import Arrays, UndoArea
 from shardwell_server.store.records.atomic_records import ChunkRecords, StoredChunkRecord, file_size
+from shardwell_server.store.records.event_log import EventLog
 
 
 class MmapParameter(MmapStorage, ParameterStorage):
@@ -88,6 +91,8 @@ class MmapParameter(MmapStorage, ParameterStorage):
             Transition.ADD: summed,
             Transition.CLOSE: self._parts(self.weights, *self.slots),
         }
+        self._samples = EventLog(home.path / "samples", home.salt, home.reached)
+        self._has_samples = not is_new and (home.path / "samples").exists()
         self._undo = UndoArea(opened("undo", undo.file_size(layout)), home)
         size = kept_size(layout)
         self._kept = KeptWeights(opened("kept", size), layout, home.reached) if size else None
@@ -212,6 +217,29 @@ class MmapParameter(MmapStorage, ParameterStorage):
 
     def kept(self, chunk_index: int, version: int) -> bytes | None:
         return None if self._kept is None else self._kept.get(chunk_index, version)
+
+    def sample_events(self) -> Sequence[Event]:
+        return self._samples.read() if self._has_samples else ()
+
+    def log_samples(self, event: Event) -> None:
+        check_not_retired(self)
+        if not self._has_samples:
+            self._samples.begin()
+            self._has_samples = True
+        self._samples.append(event)
+
+    def compact_samples(self, events: Callable[[], Sequence[Event]]) -> None:
+        if self._has_samples and self._samples.is_long:
+            self._samples.compact(events())
+
+    def start_journal(self, *, syncs_each: bool, is_new: bool = False) -> None:
+        self._samples.is_synced = True
+        super().start_journal(syncs_each=syncs_each, is_new=is_new)
+
+    def _sync_unmapped(self) -> None:
+        super()._sync_unmapped()
+        if self._has_samples:
+            sync_path(self.home.path / "samples")
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         check_not_retired(self)

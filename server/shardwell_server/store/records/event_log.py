@@ -112,18 +112,33 @@ class EventLog:
                     os.fdatasync(file)
             self._end = end
 
+    @property
+    def is_long(self) -> bool:
+        """True if `compact` replaces it."""
+        return self._end >= self._compact_at
+
+    def begin(self) -> None:
+        """Makes an empty log, whole or not at all, in a directory that has no such log."""
+        with failing(self._path, "making it"):
+            self._take_place(())
+
+    def _take_place(self, events: Sequence[Event]) -> None:
+        path = self._path.with_suffix(".new")
+        following = EventLog(path, self._salt, self._reached, is_synced=self.is_synced)
+        following.create(events)
+        os.replace(path, self._path)
+        if self.is_synced:
+            sync_path(self._path.parent)
+        self._reached("compacted events' name")
+        self._end, self._reserved = following._end, following._reserved
+
     def compact(self, events: Sequence[Event]) -> None:
         with self._lock:
-            if self._end < self._compact_at:
+            if not self.is_long:
                 return
             path = self._path.with_suffix(".new")
-            following = EventLog(path, self._salt, self._reached, is_synced=self.is_synced)
             try:
-                following.create(events)
-                os.replace(path, self._path)
-                if self.is_synced:
-                    sync_path(self._path.parent)
-                self._reached("compacted events' name")
+                self._take_place(events)
             except OSError as error:  # the events stand where they are
                 _LOG.warning(
                     "events were not compacted",
@@ -133,7 +148,6 @@ class EventLog:
                     path.unlink()
                 self._compact_at = 2 * self._end
                 return
-            self._end, self._reserved = following._end, following._reserved
             self._compact_at = max(_COMPACT_BYTES, 2 * self._end)
 
     def _line(self, event: Event) -> bytes:

@@ -1,0 +1,305 @@
+"""The samples of a worker: what shard 0 has dealt to it, and what became of its batches.
+
+States of a batch (docs/adr/0042-samples.md has those of its positions):
+
+    dealt     shard 0 has dealt it                 next -> taken; the tenure ends -> void
+    taken     the program has it                   a gradient of it counts -> ended; it is given
+                                                   back -> owed; the tenure ends -> void
+    carried   its gradient was late, and goes      as taken
+              with the next one (late="carry")
+    owed      shard 0 is to be told that it is     told -> ended
+              free, or has counted in part
+    void      it is free, or another's: a          ended
+              gradient of it is not sent
+
+Invariant: a gradient leaves only if each of its batches is taken or carried, in the tenure in which
+it leaves. So what one shard counts of it is the worker's to count.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardwell.errors import ArgumentError, CorruptChunkError
+from shardwell.numerics.permutation import permuted
+from shardwell.parameter.feedback import Outcome
+from shardwell.parameter.opening import ParameterOpening
+from shardwell.placement.ranges import NumberRanges, between, flat, paired, size_of, united
+from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_channel import ShardChannel
+from shardwell.specs.samples import Batch, Samples
+from shardwell.steps.member import Member
+from shardwell.threads.asking import ask_all
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.v1 import types_pb2
+
+POSITION_MAX = 2**62
+_BATCH_COUNT = 8
+"""Batches that one call asks for."""
+_Stage = pb.DealSamplesRequest
+
+
+@dataclass(frozen=True)
+class Owed:
+    """Positions that shard 0 is to be told of."""
+
+    data: str
+    tenure: int
+    ranges: NumberRanges
+    step: int = 0
+    is_partial: bool = False
+
+
+class Dealing:
+    """The samples of one parameter's worker. `take` for any thread; the rest for one at a time."""
+
+    def __init__(
+        self,
+        opening: ParameterOpening,
+        channels: Sequence[ShardChannel],
+        member: Member | None,
+        next_step: Callable[[], int],
+    ) -> None:
+        self._opening = opening
+        self._channels = channels
+        self._member = member
+        self._next_step = next_step
+        self._lock = threading.Lock()
+        self._dealt: dict[str, deque[Batch]] = {}
+        self._taken: dict[int, Batch] = {}
+        """By identity: also those that are carried."""
+        self._carried: list[Batch] = []
+        self._owed: list[Owed] = []
+        self.out_count = 0
+        """Positions below the limit of the last deal that other workers have."""
+        self.done_before = 0
+        """The lowest position that had not counted at the last deal."""
+
+    @property
+    def is_used(self) -> bool:
+        """True if batches were asked for."""
+        return bool(self._dealt)
+
+    @property
+    def _tenure(self) -> int:
+        """The tenure that takes part; 0 without members, -1: none does."""
+        if self._member is None:
+            return 0
+        return self._opening.tenure if self._member.takes_part else -1
+
+    # Taking batches.
+
+    def take(self, samples: Samples, limit: int, attempts: Attempts) -> Batch | None:
+        """Returns the next batch that begins below `limit`; None: none is free now.
+
+        The worker takes part.
+        """
+        with self._lock:
+            waiting = self._dealt.setdefault(samples.name, deque())
+            while waiting and waiting[0].tenure != self._tenure:
+                waiting.popleft()
+            if not waiting:
+                self.tell(attempts)
+                waiting.extend(self._deal(samples, limit, attempts))
+            if not waiting or waiting[0].ranges[0][0] >= limit:
+                return None
+            batch = waiting.popleft()
+            self._taken[id(batch)] = batch
+            return batch
+
+    def _deal(self, samples: Samples, limit: int, attempts: Attempts) -> list[Batch]:
+        while True:
+            found, over = self._asked(samples, limit, attempts)
+            if found or not over:
+                return found
+            for each in over:
+                self._settle(each, attempts)
+
+    def _asked(
+        self, samples: Samples, limit: int, attempts: Attempts
+    ) -> tuple[list[Batch], list[Any]]:
+        is_first = not self._taken
+        tenure = max(self._tenure, 0)
+        request = self._request(
+            _Stage.STAGE_DEAL,
+            tenure=tenure,
+            dataset=pb.Dataset(
+                name=samples.name,
+                length=samples.length,
+                seed=samples.seed,
+                shuffles=samples.shuffle,
+            ),
+            batch_size=samples.batch_size,
+            drop_last=samples.drop_last,
+            batch_count=_BATCH_COUNT,
+            limit=limit,
+            step=self._next_step(),
+            ranges=flat(self._held(samples.name)),
+        )
+        answer = self._call(self._channels[0], request, attempts)
+        self.out_count, self.done_before = answer.out_count, answer.done_before
+        batches = [self._batch(samples, self._ranges(b.ranges), tenure) for b in answer.batches]
+        again = self._ranges(answer.again.ranges) if is_first else ()
+        if again:
+            size = samples.batch_size
+            parts = [again] if size_of(again) <= size + 1 else _parts(again, size)
+            batches[:0] = [self._batch(samples, part, tenure) for part in parts]
+        return batches, list(answer.unsettled)
+
+    def _held(self, name: str) -> NumberRanges:
+        if self._member is not None:
+            return ()
+        held = (*self._dealt[name], *self._taken.values())
+        return united(*(batch.ranges for batch in held if batch.data == name))
+
+    def _ranges(self, numbers: Sequence[int]) -> NumberRanges:
+        try:
+            return paired(numbers, POSITION_MAX)
+        except ArgumentError as error:
+            raise CorruptChunkError(
+                f"shard 0 deals samples that are none: {error.message}", **self._opening.of
+            ) from None
+
+    def _batch(self, samples: Samples, ranges: NumberRanges, tenure: int) -> Batch:
+        length = samples.length
+        indices = [
+            _indices(samples, epoch, max(start, epoch * length), min(stop, (epoch + 1) * length))
+            for start, stop in ranges
+            for epoch in range(start // length, (stop - 1) // length + 1)
+        ]
+        epoch = ranges[0][0] // length
+        return Batch(np.concatenate(indices), epoch, ranges, samples.name, tenure)
+
+    # Their ends.
+
+    def admits(self, batches: Sequence[Batch]) -> bool:
+        """Returns True if a gradient of batches may leave now; those that are void end else."""
+        tenure = self._tenure
+        for batch in batches:
+            if batch.tenure == tenure and id(batch) not in self._taken:
+                raise ArgumentError(
+                    f"this batch of samples {batch.data!r} was dealt to another worker or "
+                    "parameter, or its gradient has counted; give each batch that batches() yields "
+                    "to one exchange()"
+                )
+        if len({batch.data for batch in batches}) > 1:
+            raise ArgumentError("one gradient has batches of several datasets; give each its step")
+        return all(batch.tenure == tenure for batch in batches)
+
+    def named(self, batches: Sequence[Batch]) -> types_pb2.StepSamples | None:
+        """Returns batches, and what is carried over, as a gradient names them."""
+        given = (*batches, *self._carried)
+        if not given:
+            return None
+        ranges = united(*(batch.ranges for batch in given))
+        return types_pb2.StepSamples(data=given[0].data, ranges=flat(ranges))
+
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """Ends batches whose gradient does not leave."""
+        for batch in batches:
+            if self._taken.pop(id(batch), None) is not None:
+                self._owed.append(Owed(batch.data, batch.tenure, batch.ranges))
+
+    def ended(self, batches: Sequence[Batch], outcome: Outcome, *, carries: bool) -> None:
+        """Ends the batches of a step, by what became of its gradient."""
+        given, self._carried = [*batches, *self._carried], []
+        if not given:
+            return
+        lost = [*outcome.late, *outcome.unknown]
+        if self._member is not None:  # else its earlier process had the same samples
+            lost += outcome.superseded
+        is_counted = not any(where.offset == 0 for where in lost)
+        is_late = any(where.offset == 0 for where in outcome.late)
+        if carries and is_late and not is_counted and given[0].tenure == self._tenure:
+            self._carried = given
+            return
+        for batch in given:
+            self._taken.pop(id(batch), None)
+        is_partial = outcome.counted != "none" or bool(outcome.unknown)
+        if lost and (is_partial or not is_counted) and not (carries and is_counted):
+            ranges = united(*(batch.ranges for batch in given))
+            owed = Owed(given[0].data, given[0].tenure, ranges, outcome.step, is_partial)
+            self._owed.append(owed)
+
+    def forget_carried(self) -> None:
+        """Gives up batches whose gradient is not carried over any more: their tenure is over."""
+        for batch in self._carried:
+            self._taken.pop(id(batch), None)
+        self._carried = []
+
+    def tell(self, attempts: Attempts) -> None:
+        """Tells shard 0 what became of batches that have not counted whole."""
+        while self._owed:
+            owed = self._owed[0]
+            request = self._request(
+                _Stage.STAGE_RETURN,
+                tenure=owed.tenure,
+                dataset=pb.Dataset(name=owed.data),
+                ranges=flat(owed.ranges),
+                step=owed.step,
+                is_partial=owed.is_partial,
+            )
+            self._call(self._channels[0], request, attempts)
+            del self._owed[0]
+
+    def give_back_all(self, attempts: Attempts) -> None:
+        """Gives back what was dealt and is not in a gradient, as when the worker leaves."""
+        with self._lock:
+            for waiting in self._dealt.values():
+                self._owed += [Owed(b.data, b.tenure, b.ranges) for b in waiting]
+                waiting.clear()
+            self.tell(attempts)
+
+    def _settle(self, over: Any, attempts: Attempts) -> None:
+        """Ends a tenure on all shards, and tells shard 0 what its last gradient had counted of."""
+        subject = {"worker_id": over.worker_id, "tenure": over.tenure}
+        end = partial(self._request, _Stage.STAGE_END, **subject)
+        others = self._channels[1:]
+        answers = ask_all(others, lambda each: self._call(each, end(), attempts.beside()))
+        given = [self._ranges(answer.ranges) for answer in answers]
+        request = self._request(
+            _Stage.STAGE_SETTLE,
+            **subject,
+            step=max((answer.step for answer in answers), default=0),
+            ranges=flat(united(*given)),
+        )
+        self._call(self._channels[0], request, attempts)
+
+    def _request(self, stage: Any, **fields: Any) -> pb.DealSamplesRequest:
+        fields.setdefault("worker_id", self._opening.worker_id)
+        return pb.DealSamplesRequest(
+            stage=stage, incarnation=self._opening.incarnation, **self._opening.of, **fields
+        )
+
+    def _call(
+        self, channel: ShardChannel, request: pb.DealSamplesRequest, attempts: Attempts
+    ) -> pb.DealSamplesResponse:
+        def ask() -> pb.DealSamplesResponse:
+            request.shard.CopyFrom(channel.identity)
+            return channel.call(
+                "DealSamples",
+                request,
+                pb.DealSamplesResponse,
+                timeout_s=attempts.rest_s,
+                **self._opening.of,
+            )
+
+        return attempts.run(ask)
+
+
+def _indices(samples: Samples, epoch: int, start: int, stop: int) -> Any:
+    places = np.arange(start, stop, dtype=np.int64) - epoch * samples.length
+    if not samples.shuffle:
+        return places
+    return permuted(places, samples.length, samples.seed, epoch)
+
+
+def _parts(ranges: NumberRanges, size: int) -> list[NumberRanges]:
+    return [between(ranges, first, first + size) for first in range(0, size_of(ranges), size)]

@@ -1,0 +1,109 @@
+"""Sets of numbers as ranges, such as the samples that have counted. Pure.
+
+A set is a tuple of (start, stop), ascending, none empty, none touching the next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from shardwell.errors import ArgumentError
+
+NumberRanges: TypeAlias = tuple[tuple[int, int], ...]
+"""A set of numbers: (start, stop) each."""
+
+
+def united(*sets: Iterable[tuple[int, int]]) -> NumberRanges:
+    """Returns the numbers that are in any of the sets, which may be in any order."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(each for given in sets for each in given):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def without(ranges: NumberRanges, taken: NumberRanges) -> NumberRanges:
+    """Returns the numbers of `ranges` that are not in `taken`."""
+    return tuple(_left(ranges, taken))
+
+
+def _left(ranges: NumberRanges, taken: NumberRanges) -> Iterator[tuple[int, int]]:
+    stops = [stop for _, stop in taken]
+    for start, stop in ranges:
+        for begin, end in taken[bisect_right(stops, start) :]:
+            if begin >= stop:
+                break
+            if start < begin:
+                yield start, begin
+            start = end
+        if start < stop:
+            yield start, stop
+
+
+def common(ranges: NumberRanges, others: NumberRanges) -> NumberRanges:
+    """Returns the numbers that are in both."""
+    return without(ranges, without(ranges, others))
+
+
+def size_of(ranges: Iterable[tuple[int, int]]) -> int:
+    """Returns how many numbers there are."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def first_of(ranges: NumberRanges, count: int) -> NumberRanges:
+    """Returns the `count` lowest numbers, or all."""
+    found = []
+    for start, stop in ranges:
+        if count <= 0:
+            break
+        stop = min(stop, start + count)
+        found.append((start, stop))
+        count -= stop - start
+    return tuple(found)
+
+
+def between(ranges: NumberRanges, first: int, stop: int) -> NumberRanges:
+    """Returns the numbers at places `first` to `stop` - 1 of the set, counted from its lowest."""
+    found = []
+    for start, end in ranges:
+        low, high = max(start, start + first), min(end, start + stop)
+        if low < high:
+            found.append((low, high))
+        first, stop = first - (end - start), stop - (end - start)
+        if stop <= 0:
+            break
+    return tuple(found)
+
+
+def place_of(ranges: NumberRanges, number: int) -> int:
+    """Returns how many numbers of the set are below one."""
+    return sum(min(stop, number) - start for start, stop in ranges if start < number)
+
+
+def paired(numbers: Sequence[int], most: int) -> NumberRanges:
+    """Returns the set that a message has, as start and size of each range.
+
+    ArgumentError: it is none, has no number, or one above `most`.
+    """
+    found, end = [], -1
+    for index in range(0, len(numbers) - 1, 2):
+        start, size = numbers[index], numbers[index + 1]
+        if start <= end or size < 1 or start + size > most:
+            break
+        end = start + size
+        found.append((start, end))
+    if len(numbers) != 2 * len(found):
+        raise ArgumentError(
+            f"ranges of samples must ascend without touching, none empty, to at most {most}; "
+            f"got {list(numbers[:8])}"
+        )
+    return tuple(found)
+
+
+def flat(ranges: NumberRanges) -> list[int]:
+    """Returns a set as a message has it: start and size of each range."""
+    return [number for start, stop in ranges for number in (start, stop - start)]

@@ -1,0 +1,553 @@
+"""The account of a dataset's samples: which have counted, who has which, what is dealt next. Pure.
+
+All data of a training are one sequence of positions: position g is sample g % length of epoch
+g // length, in that epoch's order. States of a position (docs/adr/0042-samples.md):
+
+    state    event                                                        next
+    free     it is dealt to a holder                                      out
+    out      its holder's gradient is counted by chunk 0, in step t       open
+    out      its holder gives it back                                     free
+    out      its holder's tenure is over, and no shard has counted it     free
+    out      the same, and a shard other than chunk 0's has counted it;
+             or its holder says that a part of its gradient counted       done, partial
+    open     chunk 0 closes step t                                        done
+    free     it is left out at the end of an epoch (drop_last)            done
+
+Elastic members lease positions. Workers of a fixed crew are dealt by a plan, which says for each
+rank a sequence of its own: as much for each rank, and the same whenever a worker is started again.
+
+Invariants:
+  - A position is in one state; `done` never shrinks, but where a checkpoint is loaded.
+  - A position is out to one holder at most, and counts for its holder alone.
+  - Each change is noted before it takes effect.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from shardwell.errors import ArgumentError, SpecMismatchError
+from shardwell.placement.ranges import (
+    NumberRanges,
+    between,
+    common,
+    first_of,
+    place_of,
+    size_of,
+    united,
+    without,
+)
+
+POSITION_MAX = 2**62
+STEP_COUNT_MAX = 1024
+"""Closed steps whose samples are known."""
+_PARTIAL_COUNT_MAX = 256
+"""Partial blocks that are known by number; more are counted."""
+_PLAN_COUNT = 2
+"""Plans that are known: a worker may be cut off in the last batch of the one before."""
+_KEPT_COUNT = 4096
+"""The last counts that a compacted log has one by one: a loss of power may take them back."""
+
+Event = dict[str, Any]
+
+
+class Holder(NamedTuple):
+    """A worker in one tenure; 0 in a crew of fixed size."""
+
+    worker_id: str
+    tenure: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """The data that all workers have to agree on."""
+
+    name: str
+    length: int
+    seed: int
+    shuffles: bool
+
+
+class Counted(NamedTuple):
+    """The samples of a gradient that chunk 0 has counted."""
+
+    step: int
+    order: int
+    """Its place among the step's contributions."""
+    holder: Holder
+    ranges: NumberRanges
+
+
+class Partial(NamedTuple):
+    """Samples that have counted in some chunks, and will in no others."""
+
+    worker_id: str
+    step: int
+    ranges: NumberRanges
+
+
+class Way(NamedTuple):
+    """The numbers by which a fixed crew is dealt its samples."""
+
+    rank_count: int
+    batch_size: int
+    drops_last: bool
+
+    @property
+    def width(self) -> int:
+        return self.rank_count * self.batch_size
+
+    @property
+    def words(self) -> str:
+        last = ", and drops what is less" if self.drops_last else ""
+        return f"batches of {self.batch_size} for each of {self.rank_count} workers{last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A deal of positions among the ranks of a fixed crew, batch by batch in turns.
+
+    Each rank has as many batches. The last round deals the rest evenly; where that is less than a
+    sample for each, the round before it is larger by one.
+    """
+
+    number: int
+    ranges: NumberRanges
+    way: Way
+
+    @cached_property
+    def round_count(self) -> int:
+        full, rest = divmod(size_of(self.ranges), self.way.width)
+        is_spread = rest < self.way.rank_count and full > 0
+        return full + (rest > 0 and not self.way.drops_last and not is_spread)
+
+    def batch(self, rank: int, round_index: int) -> NumberRanges:
+        """Returns the positions of a rank's batch."""
+        way = self.way
+        begin = round_index * way.width
+        if round_index < self.round_count - 1 or way.drops_last:
+            begin += rank * way.batch_size
+            return between(self.ranges, begin, begin + way.batch_size)
+        each, more = divmod(size_of(self.ranges) - begin, way.rank_count)
+        begin += rank * each + min(rank, more)
+        return between(self.ranges, begin, begin + each + (rank < more))
+
+    @property
+    def left_out(self) -> NumberRanges:
+        """The positions that no rank has."""
+        dealt = self.round_count * self.way.width
+        return between(self.ranges, dealt, POSITION_MAX) if self.way.drops_last else ()
+
+    def rest_of(self, rank: int, gone: NumberRanges, count: int) -> list[NumberRanges]:
+        """Returns the next `count` batches of a rank's sequence, without what is `gone`."""
+        left = without(self.ranges, gone)
+        found: list[NumberRanges] = []
+        if left:
+            first = min(place_of(self.ranges, left[0][0]) // self.way.width, self.round_count - 1)
+            for index in range(first, self.round_count):
+                batch = without(self.batch(rank, index), gone)
+                if batch:
+                    found.append(batch)
+                if len(found) == count:
+                    break
+        return found
+
+    def facts(self) -> Event:
+        return {"number": self.number, "ranges": self.ranges, "way": self.way}
+
+
+@dataclass
+class Account:
+    """The numbers of a dataset's positions, for people."""
+
+    epoch: int
+    length: int
+    done: int
+    out: int
+    free: int
+    left_out: int
+    """Of all epochs; the three before are of this one."""
+    partial: list[Partial] = field(default_factory=list)
+    partial_count: int = 0
+
+
+class Ledger:
+    """The account of one dataset. For one thread at a time."""
+
+    def __init__(self, data: Dataset, note: Callable[[Event], None], *, leases: bool) -> None:
+        self.data = data
+        self._note_event = note
+        self.leases = leases
+        """True if members come and go, and lease what they are dealt."""
+        self.done: NumberRanges = ()
+        self.open: list[Counted] = []
+        """Of the open step of chunk 0, in order."""
+        self.out: dict[Holder, NumberRanges] = {}
+        self.plans: list[Plan] = []
+        self.returned: NumberRanges = ()
+        """Positions of plans that were given back: the next plan has them."""
+        self.partial: list[Partial] = []
+        self.partial_count = 0
+        self.left_out_count = 0
+        self.steps: OrderedDict[int, list[Counted]] = OrderedDict()
+        """The last steps that have closed."""
+        self._known_from = 0
+
+    def _note(self, kind: str, **facts: Any) -> None:
+        self._note_event({"kind": kind, "data": self.data.name, **facts})
+
+    def check(self, data: Dataset) -> None:
+        """Refuses a worker whose data are others."""
+        for what in ("length", "seed", "shuffles"):
+            expected, got = getattr(self.data, what), getattr(data, what)
+            if expected != got:
+                raise SpecMismatchError(
+                    f"samples {data.name!r}: {what} is {got}, and other workers, or an earlier "
+                    f"process, have {expected}; give all workers the same dataset, or this one "
+                    "another name="
+                )
+
+    # Counting.
+
+    def advance(self, version: int) -> None:
+        """Closes the steps before a version of chunk 0."""
+        if self.open and self.open[0].step < version:
+            closed = [each for each in self.open if each.step < version]
+            self.open = [each for each in self.open if each.step >= version]
+            self.done = united(self.done, *(each.ranges for each in closed))
+            for each in closed:
+                self.steps.setdefault(each.step, []).append(each)
+            while len(self.steps) > STEP_COUNT_MAX:
+                self._known_from = self.steps.popitem(last=False)[0] + 1
+
+    @property
+    def open_ranges(self) -> NumberRanges:
+        return united(*(each.ranges for each in self.open))
+
+    @property
+    def out_ranges(self) -> NumberRanges:
+        return united(*self.out.values())
+
+    def check_count(self, holder: Holder, ranges: NumberRanges) -> None:
+        """Refuses samples that are not the holder's to contribute."""
+        if self.leases:
+            others = without(ranges, self.out.get(holder, ()))
+            why = "are not leased to it"
+        else:
+            others = common(ranges, united(self.done, self.open_ranges))
+            why = "have counted"
+        if others:
+            raise ArgumentError(
+                f"worker {holder.worker_id!r} contributes samples {self.data.name!r} at positions "
+                f"{others[0][0]} to {others[0][1] - 1}, which {why}; give exchange() the batch "
+                "that batches() has yielded, once",
+                worker_id=holder.worker_id,
+            )
+
+    def note_count(self, counted: Counted) -> None:
+        """Notes a gradient's samples, which count with the gradient; see `count`."""
+        self._note("counted", **_facts(counted))
+
+    def note_void(self, counted: Counted) -> None:
+        """Notes that what `note_count` noted last has not counted."""
+        self._note("void", step=counted.step, order=counted.order)
+
+    def count(self, counted: Counted) -> None:
+        """Takes what was noted, once the gradient has counted."""
+        self.open.append(counted)
+        self._take_from(counted.holder, counted.ranges)
+        self.returned = without(self.returned, counted.ranges)
+
+    def _take_from(self, holder: Holder, ranges: NumberRanges) -> None:
+        left = without(self.out.get(holder, ()), ranges)
+        if left:
+            self.out[holder] = left
+        else:
+            self.out.pop(holder, None)
+
+    # Dealing.
+
+    def lease(
+        self, holder: Holder, count: int, limit: int, batch_size: int, *, drops_last: bool
+    ) -> list[NumberRanges]:
+        """Deals up to `count` batches of free positions below `limit`, the lowest ones."""
+        busy = united(self.open_ranges, self.out_ranges)
+        free = without(((0, limit),) if limit > 0 else (), united(self.done, busy))
+        batches: list[NumberRanges] = []
+        while free and len(batches) < count:
+            length = self.data.length
+            epoch = free[0][0] // length
+            whole: NumberRanges = ((epoch * length, (epoch + 1) * length),)
+            here = common(free, whole)
+            batch = first_of(here, batch_size)
+            if not drops_last or size_of(batch) == batch_size:
+                batches.append(batch)
+            elif not common(busy, whole) and not any(common(each, whole) for each in batches):
+                self._leave_out(batch)  # else more of the epoch may come back
+            free = without(free, batch)
+        if batches:
+            ranges = united(*batches)
+            self._note("lease", worker_id=holder.worker_id, tenure=holder.tenure, ranges=ranges)
+            self._take_lease(holder, ranges)
+        return batches
+
+    def _take_lease(self, holder: Holder, ranges: NumberRanges) -> None:
+        self.out[holder] = united(self.out.get(holder, ()), ranges)
+
+    def _leave_out(self, ranges: NumberRanges) -> None:
+        self._note("left_out", ranges=ranges)
+        self._take_left_out(ranges)
+
+    def _take_left_out(self, ranges: NumberRanges) -> None:
+        self.left_out_count += size_of(without(ranges, self.done))
+        self.done = united(self.done, ranges)
+
+    def planned(
+        self,
+        rank: int,
+        way: Way,
+        count: int,
+        limit: int,
+        held: NumberRanges,
+        *,
+        is_alone: bool,
+    ) -> list[NumberRanges]:
+        """Deals the next batches of a rank's sequence, as long as they begin below `limit`.
+
+        `held` are positions that the rank has, and did not give yet. `is_alone`: no other worker of
+        the crew is connected, so another way to deal may begin.
+        """
+        if any(plan.way != way for plan in self.plans):
+            if not is_alone:
+                other = next(plan.way for plan in self.plans if plan.way != way)
+                raise SpecMismatchError(
+                    f"samples {self.data.name!r}: this worker has {way.words}, and others that are "
+                    f"connected have {other.words}; give all workers the same"
+                )
+            if not self._begin_plan(way, limit, is_anew=True):
+                return []
+        while True:
+            gone = united(self.done, self.open_ranges, self.returned, held)
+            for plan in self.plans:
+                batches = plan.rest_of(rank, gone, count)
+                if batches:
+                    return [each for each in batches if each[0][0] < limit]
+            if not self._begin_plan(way, limit):
+                return []
+
+    @property
+    def _cursor(self) -> int:
+        """The first position that nothing has touched, nor anything behind it."""
+        touched = (self.done, self.open_ranges, *(plan.ranges for plan in self.plans))
+        return max((ranges[-1][1] for ranges in touched if ranges), default=0)
+
+    def _begin_plan(self, way: Way, limit: int, *, is_anew: bool = False) -> bool:
+        """Plans what is free up to the end of the epoch; False: too little is, below `limit`."""
+        cursor, length = self._cursor, self.data.length
+        end = -(-cursor // length) * length
+        gone = united(self.done, self.open_ranges)
+        left = without(((0, cursor),) if cursor else (), gone)
+        if not is_anew:
+            left = common(left, self.returned) if self.plans else left
+        ranges = united(left, [(cursor, end)])
+        least = way.width if way.drops_last else way.rank_count
+        while size_of(ranges) < least and end < limit:
+            ranges, end = united(ranges, [(end, end + length)]), end + length
+        if size_of(ranges) < least:
+            return False
+        number = self.plans[-1].number + 1 if self.plans else 0
+        plan = Plan(number=number, ranges=ranges, way=way)
+        self._note("plan", is_anew=is_anew, **plan.facts())
+        self._take_plan(plan, is_anew=is_anew)
+        return True
+
+    def _take_plan(self, plan: Plan, *, is_anew: bool) -> None:
+        earlier = [] if is_anew else self.plans[1 - _PLAN_COUNT :]
+        self.plans = [*earlier, plan]
+        self.returned = () if is_anew else without(self.returned, plan.ranges)
+        self._take_left_out(plan.left_out)
+
+    # Ends.
+
+    def give_back(self, holder: Holder, ranges: NumberRanges) -> None:
+        """Frees positions whose gradient counted nowhere, and will not come."""
+        ranges = self._of(holder, ranges)
+        if ranges:
+            self._note("returned", worker_id=holder.worker_id, tenure=holder.tenure, ranges=ranges)
+            self._take_back(holder, ranges)
+
+    def _take_back(self, holder: Holder, ranges: NumberRanges) -> None:
+        if self.leases:
+            self._take_from(holder, ranges)
+        else:
+            self.returned = united(self.returned, ranges)
+
+    def _of(self, holder: Holder, ranges: NumberRanges) -> NumberRanges:
+        """Returns those of the ranges that are out to a holder."""
+        if self.leases:
+            return common(ranges, self.out.get(holder, ()))
+        return without(ranges, united(self.done, self.open_ranges))
+
+    def end_partly(self, holder: Holder, step: int, ranges: NumberRanges) -> None:
+        """Ends positions whose gradient counted in some chunks, and not in all."""
+        known = united(self._of(holder, ranges), common(ranges, self._counted_by(holder, step)))
+        if known:
+            self._note(
+                "partial",
+                worker_id=holder.worker_id,
+                tenure=holder.tenure,
+                step=step,
+                ranges=known,
+            )
+            self._take_partial(holder, step, known)
+
+    def _counted_by(self, holder: Holder, step: int) -> NumberRanges:
+        counted = (*self.open, *self.steps.get(step, ()))
+        return united(*(each.ranges for each in counted if each[:3:2] == (step, holder)))
+
+    def _take_partial(self, holder: Holder, step: int, ranges: NumberRanges) -> None:
+        self._take_from(holder, ranges)
+        self.done = united(self.done, without(ranges, self.open_ranges))
+        self.partial_count += 1
+        self.partial = [*self.partial, Partial(holder.worker_id, step, ranges)][
+            -_PARTIAL_COUNT_MAX:
+        ]
+
+    def settle(self, holder: Holder, step: int, counted: NumberRanges) -> None:
+        """Frees a holder's positions once its tenure is over on all shards.
+
+        `counted` are those of its last gradient, if a shard has counted any chunk of it.
+        """
+        self.end_partly(holder, step, counted)
+        self.give_back(holder, self.out.get(holder, ()))
+
+    # Reading.
+
+    def at(self, version: int) -> NumberRanges | None:
+        """Returns what was done in a version of chunk 0; None: it is too long ago."""
+        if version < self._known_from:
+            return None
+        later = (each for step, found in self.steps.items() if step >= version for each in found)
+        return without(self.done, united(*(each.ranges for each in later)))
+
+    def counted_by(self, worker_id: str, step: int) -> NumberRanges:
+        """Returns what a worker of a fixed crew has given in a step that chunk 0 counted."""
+        return self._counted_by(Holder(worker_id, 0), step)
+
+    def out_below(self, limit: int, but: Holder) -> int:
+        """Returns how many positions below `limit` others than a holder have."""
+        busy = [ranges for holder, ranges in self.out.items() if holder != but]
+        busy += [each.ranges for each in self.open if each.holder != but]
+        return size_of(common(united(*busy), ((0, limit),))) if limit > 0 else 0
+
+    @property
+    def done_before(self) -> int:
+        """The lowest position that has not counted."""
+        return self.done[0][1] if self.done and self.done[0][0] == 0 else 0
+
+    def account(self) -> Account:
+        """Returns the numbers of now."""
+        length = self.data.length
+        epoch = self.done_before // length
+        whole: NumberRanges = ((epoch * length, (epoch + 1) * length),)
+        done = size_of(common(self.done, whole))
+        busy = size_of(common(united(self.out_ranges, self.open_ranges), whole))
+        return Account(
+            epoch=epoch,
+            length=length,
+            done=done,
+            out=busy,
+            free=length - done - busy,
+            left_out=self.left_out_count,
+            partial=list(self.partial),
+            partial_count=self.partial_count,
+        )
+
+    # Events.
+
+    def state(self, done: NumberRanges) -> Event:
+        """Returns the part that a checkpoint has."""
+        return {
+            "length": self.data.length,
+            "seed": self.data.seed,
+            "shuffles": self.data.shuffles,
+            "done": done,
+            "partial": self.partial,
+            "partial_count": self.partial_count,
+            "left_out": self.left_out_count,
+        }
+
+    def events(self) -> Iterator[Event]:
+        """Yields events that say as much as all before."""
+        name = {"data": self.data.name}
+        closed = [each for found in self.steps.values() for each in found][-_KEPT_COUNT:]
+        before = without(self.done, united(*(each.ranges for each in closed)))
+        yield {"kind": "state", **name, **self.state(before)}
+        for plan in self.plans:
+            yield {"kind": "plan", **name, "is_anew": False, **plan.facts()}
+        for counted in (*closed, *self.open):
+            yield {"kind": "counted", **name, **_facts(counted)}
+        for holder, ranges in self.out.items():
+            yield {"kind": "lease", **name, **holder._asdict(), "ranges": ranges}
+        if self.returned:
+            yield {"kind": "returned", **name, **Holder("", 0)._asdict(), "ranges": self.returned}
+
+    def restore(self, event: Event) -> None:
+        """Takes an event of an earlier process; those of counts are in the order of the log."""
+        kind, ranges = event["kind"], united(event.get("ranges", ()))
+        holder = Holder(event.get("worker_id", ""), event.get("tenure", 0))
+        match kind:
+            case "state":
+                self.done = united(event["done"])
+                self.partial = [Partial(w, s, united(r)) for w, s, r in event["partial"]]
+                self.partial_count = event["partial_count"]
+                self.left_out_count = event["left_out"]
+            case "counted":
+                counted = Counted(event["step"], event["order"], holder, ranges)
+                self.forget_from(counted.step, counted.order)
+                self.count(counted)
+            case "void":
+                self.forget_from(event["step"], event["order"])
+            case "lease":
+                self._take_lease(holder, ranges)
+            case "returned":
+                self._take_back(holder, ranges)
+            case "partial":
+                self._take_partial(holder, event["step"], ranges)
+            case "left_out":
+                self._take_left_out(ranges)
+            case "plan":
+                plan = Plan(number=event["number"], ranges=ranges, way=Way(*event["way"]))
+                self._take_plan(plan, is_anew=event["is_anew"])
+            case _:
+                raise KeyError(kind)
+
+    def forget_from(self, step: int, order: int) -> None:
+        """Forgets counts that were noted, and did not count: of this place in the log, and later.
+
+        A shard that is killed between note and count, or loses its newest steps with its machine,
+        counts other gradients in their places.
+        """
+        while self.open and self.open[-1][:2] >= (step, order):
+            void = self.open.pop()
+            if self.leases:
+                self._take_lease(void.holder, void.ranges)
+
+    def recovered(self, version: int, count: int) -> None:
+        """Ends the restoring, where chunk 0 has `count` contributions to its step `version`."""
+        self.forget_from(version, count)
+        self.advance(version)
+        self._known_from = max(version, self._known_from)
+
+
+def _facts(counted: Counted) -> Event:
+    return {
+        "step": counted.step,
+        "order": counted.order,
+        **counted.holder._asdict(),
+        "ranges": counted.ranges,
+    }
