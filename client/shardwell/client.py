@@ -731,6 +731,7 @@ class Client(Connected, Closing):
         tables: Sequence[str] | None = None,
         *,
         names: Mapping[str, str] | None = None,
+        worker_count: int | None = None,
         timeout_s: float | None = None,
     ) -> Checkpoint:
         """Creates what a checkpoint has; the cluster may have any number of shards.
@@ -749,6 +750,8 @@ class Client(Connected, Closing):
             tables: Names in the checkpoint; default: all, if no parameters are named.
             names: New names, `{"old": "new"}`, of parameters, tables and families of these. Nothing
                 may have a new name yet. Default: all keep their names.
+            worker_count: The workers that make each step from now on, where a fixed number does.
+                Default: as many as before. Samples of `Parameter.batches` go on where they were.
             timeout_s: Bound of all of it; default: the client's.
 
         Returns:
@@ -764,7 +767,8 @@ class Client(Connected, Closing):
             LimitError, DeadlineError, ShardUnavailableError: a shard can't take it.
         """
         return self._with_cluster(
-            lambda cluster: restore(cluster, path, parameters, tables, names), timeout_s
+            lambda cluster: restore(cluster, path, parameters, tables, names, worker_count),
+            timeout_s,
         )
 
     def export_table(

@@ -10,10 +10,12 @@ unknown number, so a shard's are gathered until they fill a file.
 from __future__ import annotations
 
 import dataclasses
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import grpc
@@ -71,6 +73,8 @@ class _Taken(NamedTuple):
     version_min: int
     version_max: int
     learning_rate: float
+    more: Mapping[str, Any] = MappingProxyType({})
+    """Fields of the entry besides those that both kinds have."""
 
 
 class Capture(ABC, Generic[SpecT]):
@@ -163,6 +167,7 @@ class Capture(ABC, Generic[SpecT]):
             version_max=max(each.version_max for each in taken),
             learning_rate=None if rate is None else taken[0].learning_rate,
             files=tuple(file for each in taken for file in each.files),
+            **taken[0].more,
         )
 
     @abstractmethod
@@ -261,6 +266,7 @@ class ParameterCapture(Capture[ParameterSpec]):
         tensors = slice_tensors(self._names, where.size)
         expected = [where.offset] * len(self._names)
         version_min, version_max, rate = STEP_MAX, 0, 0.0
+        more: dict[str, Any] = {}
         with TensorsWriter(self._fresh(name), tensors, metadata) as writer:
             while min(expected) < where.stop:
                 message = self._whole(channel, read())
@@ -271,6 +277,8 @@ class ParameterCapture(Capture[ParameterSpec]):
                 except CorruptChunkError as error:
                     raise self._corrupt(channel, error.message) from None
                 part = Slice(chunk.element_offset, chunk.element_count)
+                if header.samples:
+                    more["samples"] = self._account(channel, header.samples)
                 late = self._spec.mode == "sync" and header.version != version
                 fits = index < len(expected) and part.offset == expected[index]
                 if late or not fits or not part.size or part.stop > where.stop:
@@ -297,7 +305,16 @@ class ParameterCapture(Capture[ParameterSpec]):
         file = SliceFile(
             path=name, offset=where.offset, size=where.size, size_bytes=size_bytes, crc32c=crc
         )
-        return _Taken((file,), version_min, version_max, rate)
+        return _Taken((file,), version_min, version_max, rate, more)
+
+    def _account(self, channel: ShardChannel, written: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(written)
+            if isinstance(found, dict):
+                return found
+        except ValueError:
+            pass
+        raise self._corrupt(channel, "an account of samples that is no JSON object")
 
 
 class TableCapture(Capture[TableSpec]):

@@ -12,12 +12,13 @@ needs a cluster.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from shardwell.checkpoint.tensor_files import (
     WEIGHTS_NAME,
@@ -71,6 +72,8 @@ class CheckpointParameter:
     """Rate of the update that follows; None where the optimizer has none."""
     files: tuple[SliceFile, ...]
     """In the order of their offsets, without gaps."""
+    samples: Mapping[str, Any] = field(default_factory=dict)
+    """The account of each dataset's samples in `version`, by its name; `Parameter.batches`."""
 
     @property
     def name(self) -> str:
@@ -186,6 +189,8 @@ def load_id_of(entry: Entry) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for file in entry.files:
         digest.update(f"{file.size_bytes} {file.crc32c:08x}\n".encode())
+    if isinstance(entry, CheckpointParameter) and entry.samples:
+        digest.update(json.dumps(entry.samples, sort_keys=True).encode())
     digest.update(f"{entry.name} {entry.version} {entry.learning_rate}\n".encode())
     digest.update(entry.spec.to_proto().SerializeToString(deterministic=True))
     return int.from_bytes(digest.digest(), "little") or 1

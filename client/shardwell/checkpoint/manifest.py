@@ -18,6 +18,9 @@
       "files": [
         {"path": "000001-model/slice-00000.safetensors", "offset": 0, "size": 336,
          "bytes": 2880, "crc32c": "01d0..."}, ...
+      ],
+      "samples": {"train": {"length": 50000, "done": [[0, 81920]], ...}}
+                              where there are any: see docs/adr/0042-samples.md; shard 0 reads it
   "tables": [                 as parameters; their files without "offset" and "size":
         {"path": "000002-users/rows-00000-000000.safetensors", "rows": 1000,
          "bytes": 528792, "crc32c": "77fe..."}, ...
@@ -120,6 +123,11 @@ def _to_json(entry: Entry) -> dict[str, Any]:
         "version_max": entry.version_max,
         "learning_rate": entry.learning_rate,
         "slots": list(entry.spec.slot_names),
+        **(
+            {"samples": entry.samples}
+            if isinstance(entry, CheckpointParameter) and entry.samples
+            else {}
+        ),
         "files": [
             {
                 "path": file.path,
@@ -202,7 +210,9 @@ def _entry(fields: Any, what: str) -> Any:
     kind, spec_kind, file_kind = _KINDS[what]
     message = json_format.ParseDict(_typed(fields, "spec", dict), spec_kind.MESSAGE())
     rate = fields["learning_rate"]
+    more = {"samples": _typed(fields, "samples", dict)} if "samples" in fields else {}
     entry = kind(
+        **more,
         spec=spec_kind.from_proto(message),
         version=check_integer("version", fields["version"], 0, STEP_MAX),
         version_max=check_integer("version_max", fields["version_max"], 0, STEP_MAX),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import queue
 import threading
@@ -43,7 +44,7 @@ from shardwell.errors import (
     StorageError,
 )
 from shardwell.numerics.codec import Float32
-from shardwell.parameter.first_weights import FirstWeights
+from shardwell.parameter.first_weights import FirstWeights, load_account
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.placement.rows import RowPlacement
 from shardwell.placement.slices import Slice
@@ -73,6 +74,7 @@ def restore(
     parameters: Sequence[str] | None = None,
     tables: Sequence[str] | None = None,
     names: Mapping[str, str] | None = None,
+    worker_count: int | None = None,
 ) -> Checkpoint:
     """Restores a checkpoint, as `Client.restore_checkpoint` says."""
     parameters, tables = chosen_names(parameters, tables)
@@ -82,6 +84,8 @@ def restore(
         [*checkpoint.select(parameters), *checkpoint.select_tables(tables)],
         {} if names is None else names,
     )
+    if worker_count is not None:
+        every = [_made_by(each, worker_count) for each in every]
     entries = [each for each in every if isinstance(each, CheckpointParameter)]
     table_entries = [each for each in every if isinstance(each, CheckpointTable)]
     contents = cluster.contents()
@@ -99,6 +103,13 @@ def restore(
 
     specs = {spec.name: spec for spec in ask_all(entries, create)}
     with_values = [each for each in entries if not isinstance(each.spec.optimizer, Average)]
+    for each in entries:
+        if each.samples and each not in with_values:
+            attempts = cluster.attempts.beside()
+            load = partial(
+                load_account, each.name, cluster.channels[0], _account_of(each), 0, attempts
+            )
+            attempts.run(load)
     for batch in batches(with_values, lambda each: 4 * each.size * len(each.tensor_names)):
         ask_all(batch, lambda each: _restore_parameter(cluster, checkpoint.path, specs, each))
     for tables_of in batches(unfinished, lambda each: sum(file.size_bytes for file in each.files)):
@@ -155,6 +166,14 @@ def _named(entry: Entry, name: str) -> Entry:
         fragment = dataclasses.replace(fragment, family=name)
         changes = {"name": fragment.parameter, "fragment": fragment}
     spec: Any = dataclasses.replace(entry.spec, **changes)
+    return dataclasses.replace(entry, spec=spec)
+
+
+def _made_by(entry: Entry, worker_count: int) -> Entry:
+    """Returns an entry whose steps so many workers make from now on, if it has a fixed crew."""
+    if entry.spec.mode != "sync" or entry.spec.members is not None:
+        return entry
+    spec: Any = dataclasses.replace(entry.spec, worker_count=worker_count)
     return dataclasses.replace(entry, spec=spec)
 
 
@@ -275,6 +294,10 @@ def _restore_parameter(
         raise _taken(entry)
 
 
+def _account_of(entry: CheckpointParameter) -> bytes:
+    return json.dumps(entry.samples).encode() if entry.samples else b""
+
+
 class _CheckpointValues(Closing):
     """A parameter's values in files, as FirstValues. A context manager; one file is open."""
 
@@ -286,6 +309,7 @@ class _CheckpointValues(Closing):
         specified = getattr(entry.spec.optimizer, "learning_rate", None)
         self.learning_rate = None if rate == specified else rate
         self.load_id = load_id_of(entry)
+        self.samples = _account_of(entry)
         self._path = path
         self._entry = entry
         self._file: SliceFile | None = None

@@ -43,6 +43,8 @@ class FirstValues(Protocol):
     version: int
     learning_rate: float | None
     load_id: int
+    samples: bytes
+    """The account of the samples in that version, as a checkpoint has it; empty: there is none."""
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
         """Returns a range of an array, (where.size,) of floating point; any thread calls it."""
@@ -52,6 +54,7 @@ class GivenValues:
     """The caller's arrays, the weights first."""
 
     learning_rate: float | None = None
+    samples = b""
 
     def __init__(self, *arrays: npt.NDArray[Any], version: int = 0, load_id: int = 0) -> None:
         self.size = arrays[0].size
@@ -100,6 +103,14 @@ class FirstWeights:
                 try:
                     send = partial(self._send_to, epoch=claim.epoch)
                     ask_all(self.channels[1:], send)
+                    if self.values.samples:
+                        load_account(
+                            self.spec.name,
+                            self.channels[0],
+                            self.values.samples,
+                            self.incarnation,
+                            self.attempts,
+                        )
                     version = send(self.channels[0])
                     self._confirm(claim.epoch)
                     self.is_own = True
@@ -227,4 +238,23 @@ def confirm(
             timeout_s=attempts.rest_s,
             parameter=name,
         ),
+    )
+
+
+def load_account(
+    name: str, shard: ShardChannel, account: bytes, incarnation: int, attempts: Attempts
+) -> None:
+    """Gives shard 0 a checkpoint's account of samples, before the first weights stand."""
+    shard.call(
+        "DealSamples",
+        pb.DealSamplesRequest(
+            shard=shard.identity,
+            parameter=name,
+            stage=pb.DealSamplesRequest.STAGE_LOAD,
+            account=account,
+            incarnation=incarnation,
+        ),
+        pb.DealSamplesResponse,
+        timeout_s=attempts.rest_s,
+        parameter=name,
     )

@@ -105,6 +105,11 @@ def _names(
     metavar="OLD=NEW",
     callback=_names,
 )
+@option(
+    "--worker-count",
+    "Workers that make each step from now on, where a fixed number does; default: as before.",
+    click.IntRange(min=1),
+)
 @_cluster_options
 def restore(
     *,
@@ -113,6 +118,7 @@ def restore(
     parameters: tuple[str, ...],
     tables: tuple[str, ...],
     names: dict[str, str],
+    worker_count: int | None,
     timeout_s: float,
 ) -> None:
     """Create parameters and tables as DIRECTORY has them, in a cluster with any number of shards.
@@ -120,11 +126,16 @@ def restore(
     Before workers start: a parameter that has weights, or a table that has rows, is refused. The
     whole checkpoint is verified first. With {step} in its name, the newest whole one is taken.
 
+    Training goes on with another number of workers by --worker-count; samples that workers were
+    dealt by batches() go on where they were.
+
     To rename a parameter, end its workers, save it, restore it with --name, and delete the old one.
     """
     with connected("checkpoint", target, timeout_s) as (client, rest_s):
         chosen = _choice(parameters, tables)
-        made = client.restore_checkpoint(directory, *chosen, names=names, timeout_s=rest_s)
+        made = client.restore_checkpoint(
+            directory, *chosen, names=names, worker_count=worker_count, timeout_s=rest_s
+        )
         shard_count = client.shard_count
     restored = {entry.name for entry in made.select(chosen[0])}
 

@@ -343,7 +343,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 case stages.STAGE_SETTLE:
                     self.samples.settle(request)
                 case stages.STAGE_LOAD:
-                    if self._register.is_initialized:
+                    if self._register.has_begun:
                         raise ArgumentError(
                             f"parameter {self.spec.name!r} has first weights, so its samples have "
                             "an account of their own; delete it before",

@@ -1,0 +1,172 @@
+"""Goal: a checkpoint has the account of the samples, so that each still counts once an epoch.
+
+Method: a weight counts the visits of its sample: its gradient is -1 there, with a rate of 1. It is
+saved in the middle of an epoch, and restored into other shards, workers and batch sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from shardwell.checkpoint.manifest import MANIFEST_NAME
+
+LENGTH = 100
+ELASTIC: dict[str, Any] = {
+    "members": shardwell.Elastic(min_count=1, max_count=8, reference_count=1)
+}
+
+
+def opened(client: shardwell.Client, **crew: Any) -> Any:
+    """The parameter whose weights count visits."""
+    return client.parameter(
+        "visits", size=LENGTH, optimizer=shardwell.SGD(lr=1.0), codec="fp32", **crew
+    )
+
+
+def train(
+    connect: Callable[..., shardwell.Client],
+    target: Any,
+    workers: int,
+    samples: shardwell.Samples,
+    *,
+    epochs: int,
+    most: int | None = None,
+    **crew: Any,
+) -> None:
+    """All workers at once; `most` batches each."""
+    factor = 1.0 if "members" in crew else float(workers)
+    failed: list[BaseException] = []
+
+    def work(worker_id: str) -> None:
+        try:
+            client = connect(target, worker_id)
+            net = opened(client, **crew)
+            net.init(np.zeros(LENGTH))
+            for number, batch in enumerate(net.batches(samples, epochs=epochs), 1):
+                gradient = np.zeros(LENGTH, np.float32)
+                gradient[batch.indices] = -factor
+                net.exchange(gradient, batch=batch)
+                if number == most:
+                    break
+            client.close()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"w{i}",)) for i in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def visits(client: shardwell.Client, **crew: Any) -> list[int]:
+    """How often each sample has counted."""
+    found: list[int] = opened(client, **crew).get_weights().astype(int).tolist()
+    return found
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"worker_count": 2}, {"worker_count": 3}), (ELASTIC, ELASTIC)],
+    ids=["fixed", "elastic"],
+)
+def test_each_sample_counts_once_an_epoch_across_a_restore_into_another_cluster(
+    cluster: Any,
+    connect: Any,
+    tmp_path: Path,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    *,
+    drop_last: bool,
+) -> None:
+    first, second = cluster(3), cluster(2)
+    train(connect, first, 2, shardwell.Samples(LENGTH, 7), epochs=3, most=10, **before)
+    reader = connect(first, "reader")
+    half = visits(reader, **before)
+    [entry] = reader.save_checkpoint(tmp_path / "half").parameters
+    assert entry.samples["train"]["length"] == LENGTH
+    connect(second, "restorer").restore_checkpoint(
+        tmp_path / "half", worker_count=after.get("worker_count")
+    )
+    samples = shardwell.Samples(LENGTH, 4, drop_last=drop_last)
+    train(connect, second, 3, samples, epochs=3, **after)
+    counts = visits(connect(second, "reader"), **after)
+    assert min(half) >= 1
+    assert max(counts) == 3
+    left_out = 3 * LENGTH - sum(counts)
+    assert left_out == 0 if not drop_last else left_out < 2 * (4 * 3)
+
+
+def test_samples_that_counted_after_the_checkpoint_are_dealt_again(
+    cluster: Any, connect: Any, tmp_path: Path
+) -> None:
+    first, second = cluster(2), cluster(2)
+    samples = shardwell.Samples(LENGTH, 10, shuffle=False)
+    client = connect(first, "w0")
+    net = opened(client)
+    net.init(np.zeros(LENGTH))
+    dealt = net.batches(samples)
+    for _ in range(3):
+        net.exchange(np.zeros(LENGTH), batch=next(dealt))
+    client.save_checkpoint(tmp_path / "third")
+    for _ in range(4):
+        net.exchange(np.zeros(LENGTH), batch=next(dealt))
+    other = connect(second, "w0")
+    other.restore_checkpoint(tmp_path / "third")
+    again = next(opened(other).batches(samples))
+    assert again.indices.tolist() == list(range(30, 40))
+
+
+def test_another_dataset_under_a_restored_name_is_refused(
+    cluster: Any, connect: Any, tmp_path: Path
+) -> None:
+    first, second = cluster(1), cluster(1)
+    train(connect, first, 1, shardwell.Samples(LENGTH, 7), epochs=1, worker_count=1)
+    connect(first, "reader").save_checkpoint(tmp_path / "saved")
+    client = connect(second, "w0")
+    client.restore_checkpoint(tmp_path / "saved")
+    net = opened(client)
+    with pytest.raises(shardwell.SpecMismatchError, match="length is 50, and other workers"):
+        next(net.batches(shardwell.Samples(50, 7)))
+    other = next(net.batches(shardwell.Samples(50, 7, name="fine-tuning")))
+    assert other.epoch == 0
+
+
+def test_a_damaged_account_is_refused_before_anything_stands(
+    cluster: Any, connect: Any, tmp_path: Path
+) -> None:
+    first, second = cluster(1), cluster(1)
+    train(connect, first, 1, shardwell.Samples(LENGTH, 7), epochs=1, worker_count=1)
+    saved = tmp_path / "saved"
+    connect(first, "reader").save_checkpoint(saved)
+    text = (saved / MANIFEST_NAME).read_text()
+    (saved / MANIFEST_NAME).write_text(text.replace('"length": 100', '"length": 101'))
+    client = connect(second, "w0")
+    with pytest.raises(shardwell.StorageError, match="was damaged"):
+        client.restore_checkpoint(saved)
+    assert not any(shard.parameters for shard in client.status())
+
+
+def test_a_restore_that_is_made_again_has_one_account(
+    cluster: Any, connect: Any, tmp_path: Path
+) -> None:
+    first, second = cluster(2), cluster(3)
+    train(connect, first, 2, shardwell.Samples(LENGTH, 7), epochs=3, most=5, worker_count=2)
+    reader = connect(first, "reader")
+    [entry] = reader.save_checkpoint(tmp_path / "saved").parameters
+    client = connect(second, "restorer")
+    for _ in range(2):
+        client.restore_checkpoint(tmp_path / "saved")
+    [again] = client.save_checkpoint(tmp_path / "again").parameters
+    assert json.dumps(again.samples) == json.dumps(entry.samples)
