@@ -30,6 +30,7 @@ from shardwell.parameter.values import NamedArrays, TensorViews
 from shardwell.placement.slices import Slice
 from shardwell.specs.deadlines import with_answer
 from shardwell.specs.names import neighbour
+from shardwell.specs.samples import Batch
 from shardwell.threads.calls import ABANDON_S, LATE_S, SIGNAL_INTERVAL_S
 
 _INIT_PAUSE_S = 0.05
@@ -62,6 +63,8 @@ class Offer:
     call_began_s: float = 0.0
     ended_s: float = 0.0
     """When the last call ended, by time.monotonic(); 0: it has not."""
+    batches: Sequence[Batch] = ()
+    """The samples that it was trained on, of the fragment that keeps account of them."""
     since_count: int = 0
     """Samples that were trained on since."""
     is_overdue: bool = False
@@ -234,6 +237,7 @@ class LearnerFragment:
         self.parameter.exchange_async(
             offer.gradient,
             sample_count=offer.sample_count,
+            batch=offer.batches,
             timeout_s=timeout_s,
             began=offer.begin,
         )

@@ -19,7 +19,7 @@ import hashlib
 import math
 import time
 from collections import ChainMap
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -53,6 +53,7 @@ from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name, neighbour
 from shardwell.specs.optimizers import SGD, Average, Optimizer
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, CodecName, ParameterSpec
+from shardwell.specs.samples import Batch, Samples
 
 DEFAULT_CODEC: CodecName = "int8"
 OverdueName = Literal["wait", "later"]
@@ -188,6 +189,8 @@ class Outer(Connected, Closing):
         """Inner steps since this learner began here, by which the schedule goes."""
         self._unreturned: NamedArrays = {}
         """Weights that a call of `after_step` had taken before it failed."""
+        self._batches: list[Batch] = []
+        """Batches of inner steps since the first fragment was offered."""
         self._is_to_join = members is not None
         """True if this elastic learner may be no member of some fragments."""
         options: dict[str, Any] = {
@@ -356,6 +359,8 @@ class Outer(Connected, Closing):
             NotInitializedError: no learner has given first weights.
             ShardwellError: as `Parameter.get_weights`, and as `take`.
         """
+        self._fragments[0].parameter.give_back(self._batches)
+        self._batches = []
         for fragment, offer in self._open_offers:
             try:
                 self._awaited(fragment, offer)
@@ -379,11 +384,31 @@ class Outer(Connected, Closing):
 
     # Inner steps.
 
+    def batches(self, samples: Samples, *, epochs: int | None = None) -> Iterator[Batch]:
+        """Yields batches of a dataset, so that each sample counts once an epoch, on all learners.
+
+            for batch in outer.batches(shardwell.Samples(len(data), batch_size=32)):
+                weights = inner_step(weights, data[batch.indices])
+                weights.update(outer.after_step(weights, batch=batch))
+
+        A sample counts when the next offer of fragment 0 counts. What a learner has moved that was
+        lost is dealt again; and where shards had lost one that comes back, it gives up what it has
+        moved since its last offer, for others have these samples by then.
+
+        Args:
+            samples: See `Parameter.batches`, as for `epochs`.
+            epochs: Times that each sample is to count in all. Default: no end.
+        """
+        return self._fragments[0].parameter.batches(
+            samples, epochs=epochs, timeout_s=self._timeout_s
+        )
+
     def after_step(
         self,
         weights: Mapping[str, Any],
-        sample_count: int = 1,
+        sample_count: int | None = None,
         *,
+        batch: Batch | None = None,
         into: MutableMapping[str, Any] | None = None,
     ) -> NamedArrays:
         """Counts an inner step, and offers and takes what is due after it.
@@ -391,7 +416,9 @@ class Outer(Connected, Closing):
         Args:
             weights: The local weights by name.
             sample_count: What the step was trained on, in any unit that all learners share; an
-                offer weighs as much as was trained on since its fragment was taken.
+                offer weighs as much as was trained on since its fragment was taken. Default: the
+                samples of `batch`, or 1.
+            batch: What `batches` has yielded for the step.
             into: Gets the tensors that changed, by `update`, at the moment that they are taken:
                 whatever ends the call, such as Ctrl-C. Default: they are returned.
 
@@ -407,7 +434,11 @@ class Outer(Connected, Closing):
             ShardwellError: as `Parameter.exchange`.
         """
         self._begun_images()
+        if sample_count is None:
+            sample_count = 1 if batch is None else len(batch)
         count = check_integer("sample_count", sample_count, 0, STEP_MAX)
+        if batch is not None:
+            self._batches.append(batch)
         self.inner_step += 1
         self._position += 1
         self._sample_count += count
@@ -489,11 +520,14 @@ class Outer(Connected, Closing):
         due = self._position + self.schedule.overlap
         offer = Offer(fragment.moved(weights), count, fragment.step, due)
         self._join(fragment)
+        if not fragment.index:
+            offer.batches, self._batches = self._batches, []
         fragment.offer = offer  # before it leaves: it counts, whatever ends this call
         try:
             fragment.send(offer, self._timeout_s)
         except ShardwellError:
             fragment.offer = None
+            self._batches = [*offer.batches, *self._batches]
             raise
         self.offered_count += 1
 
@@ -547,8 +581,14 @@ class Outer(Connected, Closing):
         parameter, outcome = fragment.parameter, fragment.parameter.outcome
         assert outcome is not None
         taken = mixing.take(outcome, offer.step, offer.sample_count + offer.since_count)
+        alpha = self._alpha
+        is_void = bool(offer.batches) and parameter.lost_batches
+        if is_void:
+            alpha, taken = 0.0, mixing.Taken((), 0, taken.missed_count)
         # First what the caller gets: a signal may end this between any two lines.
-        changed.update(fragment.mixed(image, weights, self._alpha, taken.uncounted))
+        changed.update(fragment.mixed(image, weights, alpha, taken.uncounted))
+        if is_void:
+            self._drop_moved(fragment, changed)
         fragment.image = image
         fragment.step, fragment.version = parameter.next_step, parameter.version
         self._is_to_join |= bool(outcome.late) and self.spec.members is not None
@@ -560,6 +600,14 @@ class Outer(Connected, Closing):
             self._refresh(weights, changed)
         with contextlib.suppress(ClosedError):  # by another thread
             self._fragments[0].parameter.report_learner(self.progress)
+
+    def _drop_moved(self, void: LearnerFragment, changed: MutableMapping[str, Any]) -> None:
+        """Gives up what other fragments have moved on samples that others have by now."""
+        self._batches = []
+        for fragment in self._fragments:
+            if fragment is not void and fragment.offer is None and fragment.image is not None:
+                changed.update({name: array.copy() for name, array in fragment.image.items()})
+                fragment.sample_count = 0
 
     def _awaited(self, fragment: LearnerFragment, offer: Offer) -> TensorViews:
         began_s = time.monotonic()

@@ -107,6 +107,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._transfer = Transfer(opening, pool, shards, traffic)
         rules = TensorRules(spec.optimizer, spec.layout)
         self._tools = Tools(spec, opening, self._transfer, self._feedback, rules, self._member)
+        self.lost_batches = False
+        """True if the batches of the last gradient are others' by now: the shards had lost this
+        member since they dealt them, and nothing of the gradient has counted."""
         self._dealing = Dealing(opening, shards.channels, self._member, lambda: self.next_step)
         self._tried = Tried()
         self._is_in_step = False
@@ -588,6 +591,13 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         return self._calls.run(take, timeout_s, in_turn=not self._takes_part)
 
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """Gives back batches of `batches`, of which no gradient will come: they are dealt again.
+
+        The shards learn of it with the next call that deals or gives.
+        """
+        self._dealing.give_back(batches)
+
     @property
     def _takes_part(self) -> bool:
         return self._has_seat if self._member is None else self._member.takes_part
@@ -843,7 +853,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         feedback, dealing = self._feedback, self._dealing
         batches = (batch,) if isinstance(batch, Batch) else tuple(batch)
         if dealing.is_used or batches:
-            if not (dealing.admits(batches) and has_values):
+            self.lost_batches = has_values and not dealing.admits(batches)
+            if self.lost_batches or not has_values:
                 dealing.give_back(batches)
                 has_values, batches = False, ()
             dealing.tell(attempts)
@@ -902,9 +913,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def _end_batches(self, batches: Sequence[Batch], outcome: Outcome) -> None:
         feedback, member = self._feedback, self._member
-        carries = feedback.carries and (member is None or member.takes_part)
+        keeps = feedback.carries or self.spec.fragment is not None  # whose learner keeps its work
+        carries = keeps and (member is None or member.takes_part)
         self._dealing.ended(batches, outcome, carries=carries)
-        if feedback.carries and not carries:  # what was carried is of samples that are void
+        is_lost = member is not None and not member.takes_part
+        self.lost_batches |= bool(batches) and is_lost and outcome.counted == "none"
+        if keeps and not carries:  # what was carried is of samples that are void
             feedback.carried = None
             self._dealing.forget_carried()
 
