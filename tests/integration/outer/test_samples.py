@@ -98,5 +98,6 @@ def test_a_learner_whose_samples_were_dealt_to_others_gives_up_its_moves(
     weights.update(away.after_step(weights, 1, batch=batch))
     image = away.image()["count"]
     assert np.array_equal(weights["count"], image)
+    client.close()  # what it was dealt meanwhile is free again
     train(learner(connect(target, "w1"), **ELASTIC), 1.0, epochs=2)
     assert visits(connect, target, **ELASTIC) == [2.0]
