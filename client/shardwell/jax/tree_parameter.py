@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -15,6 +17,7 @@ from shardwell.errors import ArgumentError, ShardwellError
 from shardwell.jax.callbacks import is_traced, on_host
 from shardwell.jax.tree_shape import TreeShape
 from shardwell.jax.update_watch import UpdateWatch
+from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
 from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.parameter import LateName, Parameter
@@ -24,8 +27,10 @@ from shardwell.specs.layout import TensorGroup
 from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
+from shardwell.specs.samples import Batch, Samples
 
 ResultT = TypeVar("ResultT")
+_PER_STEP_MAX = 2**20
 
 
 class _Gradient(NamedTuple):
@@ -33,10 +38,11 @@ class _Gradient(NamedTuple):
     values: Float32
     sample_count: Any
     learning_rate: float | None
+    batches: tuple[Batch, ...] = ()
 
     def is_same(self, other: _Gradient) -> bool:
         bits = self.values.view(np.uint32), other.values.view(np.uint32)
-        return self[2:] == other[2:] and np.array_equal(*bits)
+        return self[2:4] == other[2:4] and np.array_equal(*bits)
 
 
 class TreeParameter(Connected):
@@ -63,8 +69,8 @@ class TreeParameter(Connected):
             them; what else is in it stays the worker's own.
         optimizer: The update rule on the shards, such as `shardwell.AdamW(3e-4)`.
         worker_count: Workers that make a step; default: 1.
-        members: In place of worker_count: workers come and go; see `Elastic`. Each draws batches of
-            its own, and loops while `parameter.next_step` is below the last: it may skip steps.
+        members: In place of worker_count: workers come and go; see `Elastic`. Each loops over
+            `batches`, or while `parameter.next_step` is below the last: it may skip steps.
         min_contributors: See `Client.parameter`.
         grace_s: See `Client.parameter`.
         late: See `Client.parameter`.
@@ -127,6 +133,9 @@ class TreeParameter(Connected):
         """The parameter beneath: `next_step`, `version`, `reopen`."""
         self._owed: _Gradient | None = None
         """The gradient of a call that failed, which may be counted in part or as a whole."""
+        self._drawn: deque[Batch] = deque()
+        """Batches that `batches` has yielded, and no gradient was given of."""
+        self._per_step = 1
         self._watch = UpdateWatch(name, self._shape)
         self.parameter.init(self._views(self._shape.flat(jax.device_get(leaves))))
 
@@ -157,6 +166,40 @@ class TreeParameter(Connected):
             return self._arrays("get_weights", weights)
 
         return self._shape.tree(on_host(get, self._shape.as_structs(), ()))
+
+    def batches(
+        self, samples: Samples, *, epochs: int | None = None, per_step: int = 1
+    ) -> Iterator[Batch]:
+        """Yields batches of a dataset, so that each sample counts once an epoch, on all workers.
+
+            for batch in net.batches(shardwell.Samples(len(data), batch_size=32), epochs=10):
+                weights = step(weights, data[batch.indices])  # which exchanges a gradient
+
+        Gradients are of the batches in their order, inside `jit` too, where a program may run
+        later: the next one to be exchanged is of the first that none was given of. So each batch
+        that is yielded is for one gradient; `give_back` takes one for which there is none. See
+        `Parameter.batches`.
+
+        Args:
+            samples: The dataset; all workers give the same.
+            epochs: Times that each sample is to count in all. Default: no end.
+            per_step: Batches of a gradient, as `every` of `accumulate` says.
+
+        Raises:
+            ArgumentError: `per_step` is not 1 at least.
+            ShardwellError: as `Parameter.batches`.
+        """
+        self._per_step = check_integer("per_step", per_step, 1, _PER_STEP_MAX)
+        for batch in self.parameter.batches(samples, epochs=epochs):
+            self._drawn.append(batch)
+            yield batch
+
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """Gives back batches of which no gradient will come: they are dealt again."""
+        for batch in batches:
+            with contextlib.suppress(ValueError):
+                self._drawn.remove(batch)
+        self.parameter.give_back(batches)
 
     def exchange(
         self,
@@ -248,9 +291,13 @@ class TreeParameter(Connected):
     ) -> ResultT:
         """Makes a call that counts a gradient, once the one that is owed is counted."""
         owed = self._owed
-        if owed is not None and owed.step == self.parameter.next_step and not owed.is_same(work):
+        if owed is not None and owed.step == self.parameter.next_step:
+            if owed.is_same(work):
+                return self._owing(owed, send, timeout_s)
             self._owing(owed, self.parameter.put_gradient, timeout_s)
-            work = work._replace(step=self.parameter.next_step)
+        count = min(self._per_step, len(self._drawn))
+        batches = tuple(self._drawn.popleft() for _ in range(count))
+        work = work._replace(step=self.parameter.next_step, batches=batches)
         return self._owing(work, send, timeout_s)
 
     def _owing(
@@ -263,6 +310,7 @@ class TreeParameter(Connected):
                 self._views(work.values),
                 sample_count=work.sample_count,
                 learning_rate=work.learning_rate,
+                batch=work.batches,
                 timeout_s=timeout_s,
             )
         except BaseException as error:

@@ -535,8 +535,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         lost member had is dealt again, and so are batches whose gradient did not count. A batch
         that no `exchange` gets is this worker's until it ends.
 
-        An elastic worker takes part with its first batch. Iteration ends when nothing below
-        `epochs` is free; other workers may have samples then that have not counted yet.
+        An elastic worker takes part with its first batch. Where nothing is left but what other
+        members have, it takes part without a gradient until these have counted, or are free, as a
+        member was lost: so iteration ends when all have counted. A batch that comes after such a
+        wait is for weights of a later `version` than the last exchange returned.
 
         Args:
             samples: The dataset; all workers give the same.
@@ -558,9 +560,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             limit = min(check_integer("epochs", epochs, 0, STEP_MAX) * samples.length, limit)
         while True:
             batch = self.next_batch(samples, limit, timeout_s=timeout_s)
-            if batch is None:
+            if batch is not None:
+                yield batch
+            elif self._dealing.out_count and self.spec.members and not self.spec.fragment:
+                self.exchange(None, timeout_s=timeout_s)
+            else:
                 return
-            yield batch
 
     def next_batch(
         self, samples: Samples, limit: int, *, timeout_s: float | None = None
