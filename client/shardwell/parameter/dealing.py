@@ -79,6 +79,8 @@ class Dealing:
         self._owed: list[Owed] = []
         self.out_count = 0
         """Positions below the limit of the last deal that other workers have."""
+        self.free_count = 0
+        """Those that nobody has."""
         self.done_before = 0
         """The lowest position that had not counted at the last deal."""
 
@@ -114,6 +116,20 @@ class Dealing:
             self._taken[id(batch)] = batch
             return batch
 
+    def may_come(self, samples: Samples, limit: int, attempts: Attempts) -> bool | None:
+        """Returns True if samples below `limit` are free; None: others have some; False: none is.
+
+        For an elastic worker, which need not be a member.
+        """
+        with self._lock:
+            _, over = self._asked(samples, limit, attempts, count=0)
+            for each in over:
+                self._settle(each, attempts)
+            if over:
+                self._asked(samples, limit, attempts, count=0)
+            least = samples.batch_size if samples.drop_last and self.out_count else 1
+            return True if self.free_count >= least else None if self.out_count else False
+
     def _deal(self, samples: Samples, limit: int, attempts: Attempts) -> list[Batch]:
         while True:
             found, over = self._asked(samples, limit, attempts)
@@ -123,7 +139,7 @@ class Dealing:
                 self._settle(each, attempts)
 
     def _asked(
-        self, samples: Samples, limit: int, attempts: Attempts
+        self, samples: Samples, limit: int, attempts: Attempts, count: int = _BATCH_COUNT
     ) -> tuple[list[Batch], list[Any]]:
         is_first = not self._taken
         tenure = max(self._tenure, 0)
@@ -138,13 +154,14 @@ class Dealing:
             ),
             batch_size=samples.batch_size,
             drop_last=samples.drop_last,
-            batch_count=_BATCH_COUNT,
+            batch_count=count,
             limit=limit,
             step=self._next_step(),
             ranges=flat(self._held(samples.name)),
         )
         answer = self._call(self._channels[0], request, attempts)
-        self.out_count, self.done_before = answer.out_count, answer.done_before
+        self.out_count, self.free_count = answer.out_count, answer.free_count
+        self.done_before = answer.done_before
         batches = [self._batch(samples, self._ranges(b.ranges), tenure) for b in answer.batches]
         again = self._ranges(answer.again.ranges) if is_first else ()
         if again:

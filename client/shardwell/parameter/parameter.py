@@ -44,6 +44,8 @@ from shardwell.steps.member import Member
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
 
 _LOG = logging.getLogger("shardwell")
+_AWAIT_FREE_S = 0.2
+"""The interval at which a worker without samples asks whether some are free."""
 
 LateName = Literal["drop", "carry"]
 
@@ -536,9 +538,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         that no `exchange` gets is this worker's until it ends.
 
         An elastic worker takes part with its first batch. Where nothing is left but what other
-        members have, it takes part without a gradient until these have counted, or are free, as a
-        member was lost: so iteration ends when all have counted. A batch that comes after such a
-        wait is for weights of a later `version` than the last exchange returned.
+        members have, it leaves, and waits until these have counted, or are free, as a member was
+        lost: so iteration ends when all have counted. A batch that comes after such a wait is for
+        weights of a later version than the last exchange returned.
 
         Args:
             samples: The dataset; all workers give the same.
@@ -562,10 +564,26 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             batch = self.next_batch(samples, limit, timeout_s=timeout_s)
             if batch is not None:
                 yield batch
-            elif self._dealing.out_count and self.spec.members and not self.spec.fragment:
-                self.exchange(None, timeout_s=timeout_s)
-            else:
+            elif not self._await_free(samples, limit, timeout_s):
                 return
+
+    def _await_free(self, samples: Samples, limit: int, timeout_s: float | None) -> bool:
+        """Waits without taking part; False: all samples below `limit` have counted."""
+
+        def look(attempts: Attempts) -> bool | None:
+            may_come = self._dealing.may_come(samples, limit, attempts)
+            if may_come is None:
+                attempts.pause(_AWAIT_FREE_S)
+            return may_come
+
+        is_elastic = self.spec.members is not None and self.spec.fragment is None
+        if not (is_elastic and self._dealing.out_count):
+            return False
+        self.leave(timeout_s=timeout_s)
+        may_come: bool | None = None
+        while may_come is None:
+            may_come = self._calls.run(look, timeout_s)
+        return may_come
 
     def next_batch(
         self, samples: Samples, limit: int, *, timeout_s: float | None = None

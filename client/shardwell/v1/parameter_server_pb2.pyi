@@ -588,7 +588,7 @@ class DealSamplesRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[DealSamplesRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., tenure: _Optional[int] = ..., dataset: _Optional[_Union[Dataset, _Mapping]] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., batch_count: _Optional[int] = ..., limit: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., is_partial: bool = ..., account: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class DealSamplesResponse(_message.Message):
-    __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "done_before", "crc32c")
+    __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "done_before", "free_count", "crc32c")
     class Batch(_message.Message):
         __slots__ = ("ranges",)
         RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -608,6 +608,7 @@ class DealSamplesResponse(_message.Message):
     RANGES_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    FREE_COUNT_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     batches: _containers.RepeatedCompositeFieldContainer[DealSamplesResponse.Batch]
     again: DealSamplesResponse.Batch
@@ -616,8 +617,9 @@ class DealSamplesResponse(_message.Message):
     ranges: _containers.RepeatedScalarFieldContainer[int]
     step: int
     done_before: int
+    free_count: int
     crc32c: int
-    def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., done_before: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., done_before: _Optional[int] = ..., free_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SamplesStatus(_message.Message):
     __slots__ = ("dataset", "epoch", "done_count", "out_count", "free_count", "left_out_count", "partial_count", "partial")

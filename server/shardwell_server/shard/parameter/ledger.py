@@ -438,11 +438,15 @@ class Ledger:
         """Returns what a worker of a fixed crew has given in a step that chunk 0 counted."""
         return self._counted_by(Holder(worker_id, 0), step)
 
-    def out_below(self, limit: int, but: Holder) -> int:
-        """Returns how many positions below `limit` others than a holder have."""
+    def counts_below(self, limit: int, but: Holder) -> tuple[int, int]:
+        """Returns how many positions below `limit` others than a holder have, and nobody has."""
         busy = [ranges for holder, ranges in self.out.items() if holder != but]
         busy += [each.ranges for each in self.open if each.holder != but]
-        return size_of(common(united(*busy), ((0, limit),))) if limit > 0 else 0
+        own = self.out.get(but, ()), *(each.ranges for each in self.open if each.holder == but)
+        below: NumberRanges = ((0, limit),) if limit > 0 else ()
+        out = united(*busy)
+        free = without(below, united(self.done, out, *own))
+        return size_of(common(out, below)), size_of(free)
 
     @property
     def done_before(self) -> int:

@@ -128,7 +128,7 @@ class Samples:
         """Deals batches to a worker; chunk 0's lock is held."""
         data = _dataset(request.dataset)
         _check("batch_size", request.batch_size, BATCH_SIZE_MAX)
-        _check("batch_count", request.batch_count, BATCH_COUNT_MAX)
+        _check("batch_count", request.batch_count, BATCH_COUNT_MAX, least=1 - self._leases)
         limit = min(request.limit, POSITION_MAX)
         holder = Holder(request.worker_id, request.tenure)
         with self._lock:
@@ -162,7 +162,7 @@ class Samples:
                 )
             for batch in batches:
                 response.batches.add(ranges=flat(batch))
-            response.out_count = ledger.out_below(limit, holder)
+            response.out_count, response.free_count = ledger.counts_below(limit, holder)
             response.done_before = ledger.done_before
             self._compact()
             return response
@@ -354,9 +354,9 @@ def _dataset(given: pb.Dataset) -> Dataset:
     return Dataset(name=given.name, length=given.length, seed=given.seed, shuffles=given.shuffles)
 
 
-def _check(what: str, value: int, most: int) -> None:
-    if not 1 <= value <= most:
-        raise ArgumentError(f"{what} of samples must be 1 to {most}; got {value}")
+def _check(what: str, value: int, most: int, *, least: int = 1) -> None:
+    if not least <= value <= most:
+        raise ArgumentError(f"{what} of samples must be {least} to {most}; got {value}")
 
 
 def _read_account(account: bytes) -> dict[str, Any]:

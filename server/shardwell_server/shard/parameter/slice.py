@@ -331,7 +331,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         with self._chunks[0].changed.lock:
             match request.stage:
                 case stages.STAGE_DEAL:
-                    if self.spec.members is not None and not is_member:
+                    if self.spec.members is not None and request.batch_count and not is_member:
                         raise StepOrderError(
                             f"worker {worker_id!r} asks for samples in a tenure that is over; join "
                             "anew",
