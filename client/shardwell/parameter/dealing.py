@@ -77,17 +77,14 @@ class Dealing:
         """By identity: also those that are carried."""
         self._carried: list[Batch] = []
         self._owed: list[Owed] = []
+        self.is_used = False
+        """True if batches were asked for."""
         self.out_count = 0
         """Positions below the limit of the last deal that other workers have."""
         self.free_count = 0
         """Those that nobody has."""
         self.done_before = 0
         """The lowest position that had not counted at the last deal."""
-
-    @property
-    def is_used(self) -> bool:
-        """True if batches were asked for."""
-        return bool(self._dealt)
 
     @property
     def _tenure(self) -> int:
@@ -104,6 +101,7 @@ class Dealing:
         The worker takes part.
         """
         with self._lock:
+            self.is_used = True
             waiting = self._dealt.setdefault(samples.name, deque())
             while waiting and waiting[0].tenure != self._tenure:
                 waiting.popleft()
