@@ -72,6 +72,7 @@ from shardwell.errors import (
     WorkerUnreachableError,
     WrongShardError,
 )
+from shardwell.parameter.dealing import Batch
 from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
@@ -103,7 +104,7 @@ from shardwell.specs.optimizers import (
     RowWiseAdagrad,
 )
 from shardwell.specs.parameter import ParameterSpec
-from shardwell.specs.samples import Batch, Samples
+from shardwell.specs.samples import Samples
 from shardwell.specs.table import TableSpec
 from shardwell.table.steps import RowOutcome
 from shardwell.table.table import Table

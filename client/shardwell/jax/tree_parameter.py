@@ -19,6 +19,7 @@ from shardwell.jax.tree_shape import TreeShape
 from shardwell.jax.update_watch import UpdateWatch
 from shardwell.numerics.arguments import check_integer
 from shardwell.numerics.codec import Float32
+from shardwell.parameter.dealing import Batch
 from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.parameter import LateName, Parameter
 from shardwell.parameter.values import NamedArrays, TensorViews
@@ -27,7 +28,7 @@ from shardwell.specs.layout import TensorGroup
 from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
-from shardwell.specs.samples import Batch, Samples
+from shardwell.specs.samples import Samples
 
 ResultT = TypeVar("ResultT")
 _PER_STEP_MAX = 2**20

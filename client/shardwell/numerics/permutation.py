@@ -25,7 +25,7 @@ def permuted(places: Int64, length: int, seed: int, epoch: int) -> Int64:
         places: (n,) int64, from 0 to `length` - 1.
         length: Samples of the dataset; at least 1, below 2^62.
         seed: Any number of 64 bits.
-        epoch: Which order; below 2^62.
+        epoch: The number of the order; below 2^62.
     """
     half = max((length - 1).bit_length() + 1, 2) // 2
     keys = [

@@ -25,12 +25,12 @@ from shardwell.numerics.arguments import as_floats
 from shardwell.numerics.codec import Float32
 from shardwell.outer import mixing
 from shardwell.outer.learner_state import SavedFragment
+from shardwell.parameter.dealing import Batch
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays, TensorViews
 from shardwell.placement.slices import Slice
 from shardwell.specs.deadlines import with_answer
 from shardwell.specs.names import neighbour
-from shardwell.specs.samples import Batch
 from shardwell.threads.calls import ABANDON_S, LATE_S, SIGNAL_INTERVAL_S
 
 _INIT_PAUSE_S = 0.05

@@ -40,6 +40,7 @@ from shardwell.outer import mixing
 from shardwell.outer.fragment import LearnerFragment, Offer
 from shardwell.outer.learner_state import checked_state
 from shardwell.outer.schedule import Schedule, due_fragment
+from shardwell.parameter.dealing import Batch
 from shardwell.parameter.values import NamedArrays, TensorViews
 from shardwell.placement.fragments import STRIDED, Patterns, assignment_name, deal_fragments
 from shardwell.process.connected import Closing, Connected
@@ -53,7 +54,7 @@ from shardwell.specs.members import Elastic
 from shardwell.specs.names import check_name, neighbour
 from shardwell.specs.optimizers import SGD, Average, Optimizer
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, CodecName, ParameterSpec
-from shardwell.specs.samples import Batch, Samples
+from shardwell.specs.samples import Samples
 
 DEFAULT_CODEC: CodecName = "int8"
 OverdueName = Literal["wait", "later"]

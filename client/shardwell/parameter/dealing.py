@@ -7,7 +7,7 @@ States of a batch (docs/adr/0042-samples.md has those of its positions):
                                                    back -> owed; the tenure ends -> void
     carried   its gradient was late, and goes      as taken
               with the next one (late="carry")
-    owed      shard 0 is to be told that it is     told -> ended
+    owed      shard 0 is to learn that it is       tell -> ended
               free, or has counted in part
     void      it is free, or another's: a          ended
               gradient of it is not sent
@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.permutation import permuted
+from shardwell.numerics.permutation import Int64, permuted
 from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.placement.ranges import NumberRanges, between, flat, paired, size_of, united
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.specs.samples import Batch, Samples
+from shardwell.specs.samples import Samples
 from shardwell.steps.member import Member
 from shardwell.threads.asking import ask_all
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -46,9 +46,42 @@ _BATCH_COUNT = 8
 _Stage = pb.DealSamplesRequest
 
 
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A batch of samples that was dealt to this worker; give it to `exchange` with its gradient.
+
+    Examples:
+        >>> net = client.parameter("dealt", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> for batch in net.batches(shardwell.Samples(5, batch_size=2, shuffle=False), epochs=1):
+        ...     weights = net.exchange(np.ones(3), batch=batch)
+        ...     print(batch.indices)
+        [0 1]
+        [2 3]
+        [4]
+    """
+
+    indices: Int64
+    """(n,) int64: which samples of the dataset."""
+    epoch: int
+    """The epoch that they count in, from 0."""
+    ranges: NumberRanges
+    """Their positions in the sequence of all epochs."""
+    data: str
+    """The name of their `Samples`."""
+    tenure: int
+    """The membership that they were dealt to; 0 where workers do not come and go."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.indices.astype(self.indices.dtype if dtype is None else dtype)
+
+
 @dataclass(frozen=True)
 class Owed:
-    """Positions that shard 0 is to be told of."""
+    """The positions of batches whose end shard 0 does not know."""
 
     data: str
     tenure: int
@@ -82,7 +115,7 @@ class Dealing:
         self.out_count = 0
         """Positions below the limit of the last deal that other workers have."""
         self.free_count = 0
-        """Those that nobody has."""
+        """The free ones below that limit."""
         self.done_before = 0
         """The lowest position that had not counted at the last deal."""
 

@@ -21,7 +21,7 @@ from shardwell.errors import ArgumentError, StepOrderError
 from shardwell.numerics.arguments import check_finite, check_integer
 from shardwell.numerics.codec import Float32, block_codec
 from shardwell.numerics.update_rules import TensorRules
-from shardwell.parameter.dealing import POSITION_MAX, Dealing
+from shardwell.parameter.dealing import POSITION_MAX, Batch, Dealing
 from shardwell.parameter.exchange import Gradient, ShardSlice, Transfer
 from shardwell.parameter.feedback import Feedback, Outcome
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
@@ -38,7 +38,7 @@ from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
-from shardwell.specs.samples import Batch, Samples
+from shardwell.specs.samples import Samples
 from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
@@ -877,9 +877,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         batches = (batch,) if isinstance(batch, Batch) else tuple(batch)
         if dealing.is_used or batches:
             self.lost_batches = has_values and not dealing.admits(batches)
-            if self.lost_batches or not has_values:
+            has_values &= not self.lost_batches
+            if not (has_values and sample_count):
                 dealing.give_back(batches)
-                has_values, batches = False, ()
+                batches = ()
             dealing.tell(attempts)
         if has_values:
             what = f"gradient of {self.name!r}"

@@ -28,6 +28,7 @@ import numpy as np
 from shardwell.errors import DivergedError, NonFiniteError
 from shardwell.numerics.codec import Float32
 from shardwell.numerics.update_rules import TensorRules, clip_factor
+from shardwell.parameter.dealing import Batch
 from shardwell.parameter.exchange import Gradient, Progress, Transfer
 from shardwell.parameter.feedback import NOTHING_LOST, Ended, Feedback, Outcome, merged
 from shardwell.parameter.opening import ParameterOpening
@@ -36,7 +37,6 @@ from shardwell.placement.readiness import Ranges
 from shardwell.placement.slices import Slice
 from shardwell.rpc.retry import Attempts
 from shardwell.specs.parameter import ParameterSpec, block_size_of
-from shardwell.specs.samples import Batch
 from shardwell.steps.member import Member
 
 _LOG = logging.getLogger("shardwell")

@@ -1,14 +1,11 @@
-"""The samples of a training, as a worker declares them, and a batch of them. Pure."""
+"""The samples of a training, as a worker declares them. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardwell.errors import ArgumentError
-from shardwell.numerics.arguments import check_integer
-from shardwell.numerics.permutation import Int64
-from shardwell.placement.ranges import NumberRanges
+from shardwell.specs.checks import check_whole_number
 from shardwell.specs.names import check_name
 
 LENGTH_MAX = 2**48
@@ -25,7 +22,7 @@ class Samples:
         length: Samples of the dataset, 1 to 2^48.
         batch_size: Samples of a batch, 1 to 2^24. The last batch of an epoch has fewer; that of a
             worker_count may have one more. After a restart or a restore it may be another.
-        seed: Of the order, 0 to 2^64 - 1.
+        seed: The seed of the order, 0 to 2^64 - 1.
         shuffle: Each epoch has an order of its own; else samples come in order.
         drop_last: The last samples of an epoch that are no whole batch are left out.
         name: Tells several datasets of one parameter apart. Another dataset needs another name.
@@ -44,43 +41,10 @@ class Samples:
     name: str = field(default="train", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_integer("length", self.length, 1, LENGTH_MAX)
-        check_integer("batch_size", self.batch_size, 1, BATCH_SIZE_MAX)
-        check_integer("seed", self.seed, 0, 2**64 - 1)
+        check_whole_number("length", self.length, 1, LENGTH_MAX)
+        check_whole_number("batch_size", self.batch_size, 1, BATCH_SIZE_MAX)
+        check_whole_number("seed", self.seed, 0, 2**64 - 1)
         check_name("name of samples", self.name)
         for what in ("shuffle", "drop_last"):
             if not isinstance(getattr(self, what), bool):
                 raise ArgumentError(f"{what} must be True or False; got {getattr(self, what)!r}")
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Samples that were dealt to this worker, for one gradient; give it to `exchange`.
-
-    Examples:
-        >>> net = client.parameter("dealt", size=3, optimizer=shardwell.SGD(lr=0.5))
-        >>> net.init(np.zeros(3))
-        >>> for batch in net.batches(shardwell.Samples(5, batch_size=2, shuffle=False), epochs=1):
-        ...     weights = net.exchange(np.ones(3), batch=batch)
-        ...     print(batch.indices)
-        [0 1]
-        [2 3]
-        [4]
-    """
-
-    indices: Int64
-    """(n,) int64: which samples of the dataset."""
-    epoch: int
-    """The epoch that they count in, from 0."""
-    ranges: NumberRanges
-    """Their positions in the sequence of all epochs."""
-    data: str
-    """The name of their `Samples`."""
-    tenure: int
-    """The membership that they were dealt to; 0 where workers do not come and go."""
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.indices.astype(self.indices.dtype if dtype is None else dtype)

@@ -292,7 +292,7 @@ class ParameterServerServiceServicer(object):
         All data of a training are one sequence of positions: position g is a sample of epoch g / length. A worker asks shard 0
         for positions (STAGE_DEAL), and names those that it used with its gradient (GradientChunk.samples). Positions whose
         gradient counts nowhere it gives back (STAGE_RETURN). The positions of a member whose tenure is over are free once no
-        shard can have counted them: the member that is told of it (`unsettled`) asks each other shard (STAGE_END), and tells
+        shard can have counted them: the member whose answer names it (`unsettled`) asks each other shard (STAGE_END), and tells
         shard 0 (STAGE_SETTLE). Every stage is safe to repeat; a deal that is asked for again may deal other positions.
         Errors: NOT_FOUND, INVALID_ARGUMENT, FAILED_PRECONDITION with ERROR_CODE_WRONG_SHARD (another shard than shard 0, but
         for STAGE_END), with ERROR_CODE_SPEC_MISMATCH (the name has another length, seed or order, or workers of a fixed

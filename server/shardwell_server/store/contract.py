@@ -220,7 +220,7 @@ class ParameterStorage(Storage):
         """Adds an event of samples, as `log` does to a log of its own; under a chunk's lock."""
 
     def compact_samples(self, events: Callable[[], Sequence[Event]]) -> None:
-        """Replaces that log by fewer events, where that saves a lot."""
+        """Replaces the log of samples by fewer events, where that saves a lot."""
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """Takes first weights as they lie; otherwise damaged old values would look new."""

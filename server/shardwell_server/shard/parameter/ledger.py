@@ -83,7 +83,7 @@ class Counted(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Samples that have counted in some chunks, and will in no others."""
+    """The samples of a gradient that has counted in some chunks, and will in no others."""
 
     worker_id: str
     step: int
@@ -439,7 +439,7 @@ class Ledger:
         return self._counted_by(Holder(worker_id, 0), step)
 
     def counts_below(self, limit: int, but: Holder) -> tuple[int, int]:
-        """Returns how many positions below `limit` others than a holder have, and nobody has."""
+        """Returns the counts of positions below `limit` that others have, and that are free."""
         busy = [ranges for holder, ranges in self.out.items() if holder != but]
         busy += [each.ranges for each in self.open if each.holder != but]
         own = self.out.get(but, ()), *(each.ranges for each in self.open if each.holder == but)

@@ -54,7 +54,7 @@ class Samples:
         has_first_chunk: bool,
         is_whole: bool,
     ) -> None:
-        """`is_whole`: the slice is all of the parameter, so that no other shard has any of it."""
+        """Takes a slice's parts; `is_whole`: no other shard has any of the parameter."""
         self._spec = spec
         self._storage = storage
         self._tracker = tracker
