@@ -25,13 +25,14 @@ class LightningCallback(StepProgress, _lightning.Callback):  # type: ignore[misc
     the exit code 143. SIGTERM is Lightning's: it ends `fit`, and the worker leaves with it.
 
     Args:
-        checkpoint: Where rank 0 saves weights and optimizer state, with `{step}` in its name;
-            default: nowhere.
+        checkpoint: Where rank 0 saves weights and optimizer state of all ServerOptimizers of the
+            module, with `{step}` in its name; default: nowhere.
         every: Steps of the cluster between two checkpoints; at `max_steps` there is one, too.
         keep: How many checkpoints stay; default: all.
-        max_steps: The cluster's step at which training ends, after restarts and with elastic
-            members, too; the framework's own `max_steps` counts this worker's steps since its start
-            and may be as large. Default: the framework alone decides.
+        max_steps: The cluster's step at which training ends, that of the first ServerOptimizer,
+            after restarts and with elastic members, too; the framework's own `max_steps` counts
+            this worker's steps since its start and may be as large. Default: the framework alone
+            decides.
 
     Raises:
         ArgumentError: an argument can't be; or, as training begins, none of the module's optimizers

@@ -44,22 +44,26 @@ class StepProgress:
         if max_steps is not None:
             check_integer("max_steps", max_steps, 1, STEP_MAX)
         self._optimizer: ServerOptimizer | None = None
+        """The first one of the program, whose steps count."""
+        self._names: list[str] = []
+        """Parameters of all of them, which a checkpoint has."""
         self._step = 0
         self._began_s = 0.0
         self._sample_count = 0
         self._speed: float | None = None
 
     def _begin(self, optimizers: Iterable[Any]) -> None:
-        """Begins training with the `ServerOptimizer` that is one of these, or wrapped in one."""
+        """Begins training with the `ServerOptimizer`s among these, or wrapped in one of these."""
         # Accelerate's and Lightning's wrappers have the optimizer.
         given = [getattr(each, "optimizer", each) for each in optimizers]
-        for each in given:
-            if isinstance(each, ServerOptimizer):
-                self._optimizer, self._step = each, each.next_step
-                self._began_s = time.monotonic()
-                self._check_rest()
-                _warn_of_ranks()
-                return
+        found = [each for each in given if isinstance(each, ServerOptimizer)]
+        if found:
+            self._optimizer, self._step = found[0], found[0].next_step
+            self._names = [each.parameter.name for each in found]
+            self._began_s = time.monotonic()
+            self._check_rest()
+            _warn_of_ranks()
+            return
         raise ArgumentError(
             "the callback needs a shardwell.torch.ServerOptimizer, and training has "
             f"{', '.join(type(each).__name__ for each in given) or 'no optimizer'}; pass the one "
@@ -102,8 +106,7 @@ class StepProgress:
             and (step // self._every > before // self._every or self._is_done)
             and optimizer.client.rank == 0
         ):
-            name = optimizer.parameter.name
-            optimizer.client.save_checkpoint(self._checkpoint, [name], keep=self._keep)
+            optimizer.client.save_checkpoint(self._checkpoint, self._names, keep=self._keep)
 
     def _report(self, figures: Mapping[str, float]) -> None:
         """Reports figures of the step that ended last; before training, none."""
