@@ -318,8 +318,8 @@ class Ledger:
     ) -> list[NumberRanges]:
         """Deals the next batches of a rank's sequence, as long as they begin below `limit`.
 
-        `held` are positions that the rank has, and did not give yet. `is_alone`: no other worker of
-        the crew is connected, so another way to deal may begin.
+        `held` are positions that the rank has, and did not give yet. `is_alone`: no worker that is
+        connected has been dealt in another way, so a new one may begin.
         """
         if any(plan.way != way for plan in self.plans):
             if not is_alone:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwell.errors import ArgumentError, StorageError
@@ -66,6 +66,8 @@ class Samples:
         self._ledgers: dict[str, Ledger] = {}
         self._noted: tuple[Ledger, Counted] | None = None
         """The last count that was noted, until it counts."""
+        self._ways: dict[tuple[str, int], Way] = {}
+        """By dataset and session: how a worker of a fixed crew was dealt its last batches."""
         self._gave: dict[Holder, Event] = {}
         """The last gradient of each elastic member that counted in a chunk other than the first."""
 
@@ -124,8 +126,13 @@ class Samples:
 
     # Dealing.
 
-    def deal(self, request: pb.DealSamplesRequest, rank: tuple[int, int], *, is_alone: bool) -> Any:
-        """Deals batches to a worker; chunk 0's lock is held."""
+    def deal(
+        self, request: pb.DealSamplesRequest, rank: tuple[int, int], living: Mapping[int, str]
+    ) -> Any:
+        """Deals batches to a worker; chunk 0's lock is held.
+
+        `living` are the connected workers, by their sessions.
+        """
         data = _dataset(request.dataset)
         _check("batch_size", request.batch_size, BATCH_SIZE_MAX)
         _check("batch_count", request.batch_count, BATCH_COUNT_MAX, least=1 - self._leases)
@@ -152,14 +159,21 @@ class Samples:
             else:
                 again = ledger.counted_by(holder.worker_id, request.step)
                 response.again.ranges.extend(flat(again))
+                way = Way(rank[1], request.batch_size, request.drop_last)
+                own = [each for each, name in living.items() if name == holder.worker_id]
+                ways = {of: had for of, had in self._ways.items() if of[1] in living}
+                others = [
+                    had for of, had in ways.items() if of[0] == data.name and of[1] not in own
+                ]
                 batches = ledger.planned(
                     rank[0],
-                    Way(rank[1], request.batch_size, request.drop_last),
+                    way,
                     request.batch_count,
                     limit,
                     united(again, paired(request.ranges, POSITION_MAX)),
-                    is_alone=is_alone,
+                    is_alone=all(had == way for had in others),
                 )
+                self._ways = {**ways, **{(data.name, each): way for each in own}}
             for batch in batches:
                 response.batches.add(ranges=flat(batch))
             response.out_count, response.free_count = ledger.counts_below(limit, holder)

@@ -325,7 +325,8 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         if not self.samples.has_first_chunk:
             raise WrongShardError("samples are dealt by shard 0 alone; ask there")
         with self._register.lock:
-            rank, is_alone = self._crew.rank_of(worker_id), self._is_alone(worker_id)
+            rank = self._crew.rank_of(worker_id)
+            living = {number: name for name, number, _ in self._crew.living()}
             is_member = self._crew.member(worker_id, tenure) is not None
         response = pb.DealSamplesResponse()
         with self._chunks[0].changed.lock:
@@ -337,7 +338,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                             "anew",
                             worker_id=worker_id,
                         )
-                    response = self.samples.deal(request, rank, is_alone=is_alone)
+                    response = self.samples.deal(request, rank, living)
                 case stages.STAGE_RETURN:
                     self.samples.give_back(request)
                 case stages.STAGE_SETTLE:
@@ -356,10 +357,6 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                     )
         self.make_durable()
         return response
-
-    def _is_alone(self, worker_id: str) -> bool:
-        """Returns True if no other worker of the crew is connected; the register's lock is held."""
-        return all(name == worker_id for name, *_ in self._crew.living(but=0))
 
     def account_of_samples(self, version: int) -> bytes:
         """Returns the account of the samples in a version of chunk 0, for a checkpoint."""
