@@ -13,6 +13,8 @@ import torch
 
 _AGREED = ("sample_count", "learning_rate")
 """Options that must be the same before and after backward."""
+_SEEN_COUNT = 1024
+"""Elements of a gradient, about, by which a change shows that torch does not count."""
 
 
 class BackwardWatch:
@@ -54,8 +56,9 @@ class GradientWatch:
     """The gradients of one step as backward leaves them. Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[torch.Tensor | None, int]] = {}
-        """By place: the gradient, and its version by torch's count."""
+        self._seen: dict[int, tuple[torch.Tensor | None, int, torch.Tensor | None]] = {}
+        """By place: the gradient, its version by torch's count, and some of its elements: a
+        GradScaler, which scales back, does not count."""
         self._options: Mapping[str, Any] = {}
         self._change: str | None = None
 
@@ -80,7 +83,8 @@ class GradientWatch:
             self._options = options()
         if place in self._seen:
             self._change = "gradients of several backward passes accumulate"
-        self._seen[place] = gradient, -1 if gradient is None else gradient._version
+        version = -1 if gradient is None else gradient._version
+        self._seen[place] = gradient, version, _some_of(gradient)
 
     def change(
         self, gradients: Sequence[torch.Tensor | None], options: Mapping[str, Any]
@@ -88,10 +92,21 @@ class GradientWatch:
         """Returns the change since backward, in words; None: nothing has changed."""
         if self._change is not None:
             return self._change
-        for place, (seen, version) in self._seen.items():
+        for place, (seen, version, some) in self._seen.items():
             now = gradients[place]
-            if now is not seen or (now is not None and now._version != version):
+            is_same = now is seen and (now is None or now._version == version)
+            if is_same and some is not None:
+                is_same = torch.equal(some, _some_of(now))
+            if not is_same:
                 return "gradients are changed, as by clipping or a GradScaler,"
         if any(options[name] != self._options[name] for name in _AGREED):
             return "sample_count or the learning rate is changed"
         return None
+
+
+def _some_of(gradient: torch.Tensor | None) -> Any:
+    """Returns a copy of some elements; None: it has none of its own in a row."""
+    if gradient is None or gradient.layout != torch.strided:
+        return None
+    flat = gradient.detach().reshape(-1)
+    return flat[:: max(len(flat) // _SEEN_COUNT, 1)].nan_to_num()  # as NaN is not equal to itself

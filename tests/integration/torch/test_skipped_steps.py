@@ -156,3 +156,24 @@ def test_what_had_left_of_a_skipped_step_counts_and_is_logged(cluster, connect, 
     together([first, second])
     assert [each.next_step for _, each in made] == [2, 2]
     assert_same(model, other)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_of_one_worker_alone(cluster, connect, unscales) -> None:
+    """It scales gradients back between backward and step, in a way that torch does not count."""
+    client = connect(cluster(2), "w0")
+    model, expected = net(), net()
+    optimizer = shardwell.torch.ServerOptimizer(model, client, SGD, codec="fp32")
+    its = torch.optim.SGD(expected.parameters(), 0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(STEPS):
+        scaler.scale(loss_of(model, 0, step)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        loss_of(expected, 0, step).backward()
+        its.step()
+        its.zero_grad()
+    assert_same(model, expected, rtol=1e-4, atol=1e-6)
