@@ -206,6 +206,24 @@ def test_flipped_bits_of_gradients(line, verb) -> None:
     untouched()
 
 
+def test_flipped_bits_of_the_samples_of_a_gradient(line) -> None:
+    """Each gradient counts with its own batch, of which each sample is dealt once."""
+    model = opened(line.client)
+    dealt = model.batches(shardwell.Samples(2**20, 1, shuffle=False))
+    batches = []
+
+    def call(timeout_s: float | None) -> None:
+        if len(batches) == model.next_step:
+            batches.append(next(dealt))
+        model.put_gradient(GRADIENT, batch=batches[-1], timeout_s=timeout_s)
+
+    for count, _ in enumerate(line.flips("Exchange", "request", call), start=1):
+        np.testing.assert_array_equal(kept(line), -count * GRADIENT)
+        [account] = line.shard.parameters.get(NAME).samples.describe()
+        assert account.done_count == count
+    assert [int(each.indices[0]) for each in batches] == list(range(len(batches)))
+
+
 def test_gradients_of_a_worker_whose_name_differs_in_a_bit(line, connect) -> None:
     """Asynchronous, both at the same step: the shard can't tell by the step whose it is."""
     options = {"mode": "async", "worker_count": None}
@@ -378,6 +396,7 @@ class Restored:
     """First weights with all that they can have. See FirstValues."""
 
     size, array_count, version, learning_rate, load_id = SIZE, 2, 3, 0.5, 77
+    samples = b""
 
     def read(self, array_index: int, where: Any) -> np.ndarray:
         return np.full(where.size, 5.0 + array_index, np.float32)

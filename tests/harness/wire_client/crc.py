@@ -212,11 +212,18 @@ _HEADS = {
     "Rows": ("row_count", "lz4"),
 }
 _FIELDS = {
-    "GradientChunk": ("step", "sample_count", "learning_rate?", "after_refusal", "rate_factors*"),
+    "GradientChunk": (
+        "step",
+        "sample_count",
+        "learning_rate?",
+        "after_refusal",
+        "rate_factors*",
+        "samples~",
+    ),
     "GetWeightsResponse": ("version",),
     "ExchangeResponse": ("version",),
     "InitWeightsRequest": ("array_index",),
-    "SnapshotResponse": ("version", "array_index", "learning_rate"),
+    "SnapshotResponse": ("version", "array_index", "learning_rate", "samples~"),
     "RowGradients": (
         "step",
         "part_index",
@@ -243,11 +250,20 @@ def _fields(message: Any) -> list[Value]:
             values += [len(found), *found] if found else []
         elif name.endswith("!"):  # which is nothing of what is false
             values += [1] if getattr(message, name[:-1]) else []
+        elif name == "samples~":  # which is nothing where there are none
+            values += _samples(message)
         elif name.endswith("?"):
             values += optional(message, name[:-1])
         else:
             values.append(getattr(message, name))
     return values
+
+
+def _samples(message: Any) -> list[Value]:
+    found = message.samples
+    if isinstance(found, bytes):
+        return [len(found), found] if found else []
+    return [found.data, len(found.ranges), *found.ranges] if message.HasField("samples") else []
 
 
 def _packed(value: Value) -> bytes:

@@ -111,6 +111,8 @@ def _change(name: str, **fields: Any) -> Callable[..., dict[str, Any]]:
 
 
 MARK = int(names_pb2.DeleteRequest.STAGE_MARK)
+DEAL = int(parameter_server_pb2.DealSamplesRequest.STAGE_DEAL)
+LOAD = int(parameter_server_pb2.DealSamplesRequest.STAGE_LOAD)
 STREAM_OPEN, TABLE_OPEN = types_pb2.StreamOpen, table_pb2.TableOpen
 ROWS: dict[str, list[Row]] = {
     "ParameterServerService/CreateParameter": [
@@ -169,6 +171,14 @@ ROWS: dict[str, list[Row]] = {
     ],
     "ParameterServerService/Report": [
         Row("contribute", _named("parameter", "prod-p", step=1), Code.INVALID_ARGUMENT)
+    ],
+    "ParameterServerService/DealSamples": [
+        Row(
+            "contribute",
+            _named("parameter", "prod-p", worker_id="w", stage=DEAL),
+            Code.INVALID_ARGUMENT,
+        ),
+        Row("create", _named("parameter", "prod-p", stage=LOAD), Code.INVALID_ARGUMENT),
     ],
     "ParameterServerService/GetContributions": [
         Row("read", _named("parameter", "prod-p"), Code.INVALID_ARGUMENT)

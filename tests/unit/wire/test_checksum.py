@@ -65,6 +65,10 @@ ROW_GRADIENTS = table_pb2.RowGradients(
 )
 FETCH = table_pb2.RowsFetch(rows=ROWS, min_version=8, wait_timeout_ms=9)
 SNAPSHOT = pb.SnapshotResponse(chunk=CHUNK, version=3, array_index=2, learning_rate=1e-300)
+WITH_ACCOUNT = pb.SnapshotResponse(chunk=CHUNK, version=3, samples="{ö}".encode())
+OF_SAMPLES = types_pb2.GradientChunk(
+    chunk=CHUNK, step=1, samples=types_pb2.StepSamples(data="träin", ranges=[0, 5, 7, LARGE])
+)
 SCAN = table_pb2.ScanRowsResponse(rows=ROWS, version=3, learning_rate=-0.0)
 
 # Of each kind: what the shard and the SDK compute, the message, and its context by the .proto.
@@ -75,6 +79,11 @@ KINDS: dict[str, tuple[Callable[[], int], Any, tuple[Any, ...]]] = {
         ),
         pb.PutGradientRequest(gradient=GRADIENT),
         (1, "p", "wörker"),
+    ),
+    "gradient of samples": (
+        lambda: checksum.gradient(checksum.context(checksum.Kind.GRADIENT, "p", "w"), OF_SAMPLES),
+        pb.PutGradientRequest(gradient=OF_SAMPLES),
+        (1, "p", "w"),
     ),
     "weights": (
         lambda: checksum.weights(checksum.context(checksum.Kind.WEIGHTS, "p"), LARGE),
@@ -89,6 +98,11 @@ KINDS: dict[str, tuple[Callable[[], int], Any, tuple[Any, ...]]] = {
     "snapshot": (
         lambda: checksum.snapshot(checksum.context(checksum.Kind.SNAPSHOT, "p"), SNAPSHOT),
         SNAPSHOT,
+        (4, "p"),
+    ),
+    "snapshot with an account": (
+        lambda: checksum.snapshot(checksum.context(checksum.Kind.SNAPSHOT, "p"), WITH_ACCOUNT),
+        WITH_ACCOUNT,
         (4, "p"),
     ),
     "row gradients": (

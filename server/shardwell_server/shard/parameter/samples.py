@@ -279,6 +279,7 @@ class Samples:
         """Yields the datasets' accounts; chunk 0's lock need not be held."""
         with self._lock:
             for ledger in self._ledgers.values():
+                ledger.advance(self._version)
                 account = ledger.account()
                 data = ledger.data
                 yield pb.SamplesStatus(
