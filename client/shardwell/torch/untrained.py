@@ -2,9 +2,10 @@
 
 Buffers, and tensors that something else trains, are the first worker's at the start: float32 as it
 is, all else as its bytes, bit for bit. Then they are each worker's own, until all make those of
-floating point their mean. Frozen tensors stay on the workers. The shards keep a digest of each, so
-that a worker with other values gets an error that names the tensor; with `broadcast_frozen` they
-keep the bytes, too, for a worker that comes without them.
+floating point their mean, which takes the place of the first worker's. Frozen tensors stay on the
+workers. The shards keep a digest of each, so that a worker with other values gets an error that
+names the tensor; with `broadcast_frozen` they keep the bytes, too, for a worker that comes without
+them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ _PIECE_WORD_COUNT = 2**25
 alone."""
 _DIGEST_BYTES = 16
 _PAUSE_S = 0.05
+_ROUND_COUNT_MAX = 8
+"""Updates that bring a value to another one; each takes off what rounding has left."""
 
 
 class Untrained:
@@ -66,13 +69,16 @@ class Untrained:
         self._names = trained.names
         self._options = training.options
         self._buffer_mean: Parameter[NamedArrays] | None = None
+        self._first: Parameter[NamedArrays] | None = None
+        """The first worker's values, on rank 0 once it has averaged."""
         client, name = training.client, training.name
+        self._client, self._first_name = client, f"{name}.first"
         frozen = _frozen_of(self._model, self._names)
         shared = _shared_of(self._model, self._names, {**trained.tensors, **frozen})
         if frozen:
             _agree_on_frozen(training, frozen, broadcast=broadcast_frozen)
         if shared:
-            _hand_over(client, f"{name}.first", shared, training.timeout_s)
+            _hand_over(client, self._first_name, shared, training.timeout_s)
         means = self._means()
         if means and self._options["mode"] == "sync" and "members" not in self._options:
             self._buffer_mean = client.parameter(
@@ -103,6 +109,24 @@ class Untrained:
             return
         own = {name: as_float32(name, buffer) for name, buffer in self._means().items()}
         self._put_means(self._buffer_mean.exchange(own, timeout_s=timeout_s))
+        if self._client.rank == 0:
+            self._hand_on(timeout_s)
+
+    def _hand_on(self, timeout_s: float | None) -> None:
+        """Makes the means what a worker gets that begins; an Average's are in no restore."""
+        if self._first is None:
+            self._first = self._client.parameter(self._first_name)
+        means = {_title(name, each): _encoded(name, each) for name, each in self._means().items()}
+        for _ in range(_ROUND_COUNT_MAX):
+            found = self._first.get_weights(timeout_s=timeout_s)
+            rest = {name: np.zeros_like(values) for name, values in found.items()}
+            with np.errstate(invalid="ignore", over="ignore"):
+                for name, values in means.items():
+                    off = found[name] - values
+                    rest[name] = np.where(np.isfinite(off), off, 0)  # else they stay as they were
+            if not any(values.any() for values in rest.values()):
+                return
+            self._first.put_gradient(rest, learning_rate=1.0, timeout_s=timeout_s)
 
     def _put_means(self, arrays: NamedArrays) -> None:
         with torch.no_grad():

@@ -168,3 +168,22 @@ def test_an_export_of_a_model_with_a_frozen_base(cluster, connect, tmp_path: Pat
     fresh = adapted(1)
     assert not fresh.load_state_dict(found, strict=False).unexpected_keys
     np.testing.assert_array_equal(fresh["adapter"].weight.detach(), found["adapter.weight"])
+
+
+def test_means_take_the_place_of_the_first_workers_buffers(cluster, connect) -> None:
+    """Bit for bit, also from far away, and but for what is not finite."""
+    running = cluster(2, chunk_size_bytes=256)
+    first = [1e30, 1.0, 3e-39, 7.0, 5.0]
+    model = buffered({"mean": torch.tensor(first), "small": torch.ones(3, dtype=torch.float16)})
+    client = connect(running, "w0")
+    optimizer = server(model, client)
+    for last in ([1e-30, 1e-10, -2.0, 1 / 3, 4.0], [0.0, -7e7, 1.0, float("inf"), 4.0]):
+        model.mean.copy_(torch.tensor(last))
+        model.small.fill_(1 / 3)
+        optimizer.average_buffers()
+        found = client.parameter("model.first").get_weights()
+        kept = [
+            old if value == float("inf") else value for value, old in zip(last, first, strict=True)
+        ]
+        assert torch.equal(torch.from_numpy(found["mean"]), torch.tensor(kept))
+        first = kept
