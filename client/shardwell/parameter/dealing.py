@@ -271,10 +271,16 @@ class Dealing:
         for batch in given:
             self._taken.pop(id(batch), None)
         is_partial = outcome.counted != "none" or bool(outcome.unknown)
-        if lost and (is_partial or not is_counted) and not (carries and is_counted):
+        if lost and (is_partial or not is_counted):
+            # Also where the rest is carried over: it is lost with this worker.
             ranges = united(*(batch.ranges for batch in given))
             owed = Owed(given[0].data, given[0].tenure, ranges, outcome.step, is_partial)
             self._owed.append(owed)
+
+    @property
+    def has_void(self) -> bool:
+        """True if batches are carried over whose tenure has ended since."""
+        return any(batch.tenure != self._tenure for batch in self._carried)
 
     def forget_carried(self) -> None:
         """Gives up batches whose gradient is not carried over any more: their tenure is over."""

@@ -881,6 +881,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             if not (has_values and sample_count):
                 dealing.give_back(batches)
                 batches = ()
+            if dealing.has_void:  # others may have the samples of what is carried
+                self._forget_carried()
             dealing.tell(attempts)
         if has_values:
             what = f"gradient of {self.name!r}"
@@ -916,7 +918,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             and self.outcome.step == tried.step - 1,
             batches=batches,
         )
-        if dealing.is_used:
+        if dealing.is_used and call.has_effect:
             call.work.samples = dealing.named(batches)
         if is_whole and feedback.keeps and feedback.is_due:
             call.add_carried()
@@ -931,7 +933,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if call.found_version is not None:
             self.version = call.found_version
         self.outcome, self.next_step = outcome, next_step
-        if self._dealing.is_used:
+        if call.work.samples is not None:
             self._end_batches(call.batches, outcome)
         self._is_in_step, self._tried = False, Tried()
 
@@ -943,8 +945,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         is_lost = member is not None and not member.takes_part
         self.lost_batches |= bool(batches) and is_lost and outcome.counted == "none"
         if keeps and not carries:  # what was carried is of samples that are void
-            feedback.carried = None
-            self._dealing.forget_carried()
+            self._forget_carried()
+
+    def _forget_carried(self) -> None:
+        self._feedback.carried = None
+        self._dealing.forget_carried()
 
     def _end_tried(self, attempts: Attempts) -> None:
         """Asks for the outcome of a step in which calls have failed, and that has closed since.

@@ -6,17 +6,17 @@ Nothing hangs, and the weights are those that a replay of the recorded sets lead
 from __future__ import annotations
 
 import os
-import random
-import signal
 import time
 from contextlib import ExitStack
 
 import pytest
 
 import shardwell
+from harness.faults.elastic_storm import Storm
 from harness.oracles.contribution_sets import replayed, sets_of
 from harness.polling import eventually
 from harness.programs.elastic_worker import IDS, NAME, ElasticWorker
+from shardwell_server import LocalCluster
 
 SIZE, CREW = 1000, 4
 SHORT_S = 12.0
@@ -29,45 +29,22 @@ OPTIONS = {
 }
 
 
-class Storm:
-    """The crew, and what happens to it."""
+def storm_of(
+    running: LocalCluster, stack: ExitStack, seed: int, **options: object
+) -> Storm[ElasticWorker]:
+    """A crew of that many, and its storm."""
 
-    def __init__(self, running, stack: ExitStack, seed: int, options: dict[str, object]) -> None:
-        self._running = running
-        self._stack = stack
-        self._options = options
-        self._chance = random.Random(seed)
-        self._count = 0
-        self.workers: list[ElasticWorker] = []
-        self.blows: dict[str, int] = {}
+    def start(worker_id: str) -> ElasticWorker:
+        return stack.enter_context(ElasticWorker(running.target, worker_id, **options))
 
-    def start(self, worker_id: str = "") -> None:
-        """Starts a worker, under a new name or an old one."""
-        self._count += 1
-        name = worker_id or f"w{self._count}"
-        worker = ElasticWorker(self._running.target, name, **self._options)
-        self.workers.append(self._stack.enter_context(worker))
+    def start_again(shard: int) -> None:
+        running.children[shard].kill()
+        running.start_again(shard)
 
-    def blow(self) -> None:
-        """Draws what happens now, and has it happen."""
-        kinds = ("kill", "replace", "stop", "two", "shard", "nothing")
-        kind = self._chance.choice(kinds)
-        self.blows[kind] = self.blows.get(kind, 0) + 1
-        if kind == "shard":
-            shard = self._chance.randrange(len(self._running.children))
-            self._running.children[shard].kill()
-            self._running.start_again(shard)
-        elif kind == "stop":
-            victim = self._chance.choice(self.workers)
-            victim.send(signal.SIGSTOP)
-            time.sleep(self._chance.uniform(0.0, 1.5))
-            victim.send(signal.SIGCONT)
-        elif kind != "nothing":
-            for _ in range(2 if kind == "two" else 1):
-                victim = self.workers.pop(self._chance.randrange(len(self.workers)))
-                victim.close()
-                self.start("" if kind == "replace" else victim.worker_id)
-        time.sleep(self._chance.uniform(0.0, 0.3))
+    count = len(running.children)
+    storm: Storm[ElasticWorker] = Storm(start, start_again, shard_count=count, seed=seed)
+    storm.resize(CREW)
+    return storm
 
 
 def steps_of(worker: ElasticWorker) -> int:
@@ -77,7 +54,7 @@ def steps_of(worker: ElasticWorker) -> int:
     return len(worker.lines)
 
 
-def weather(storm: Storm, seconds: float) -> None:
+def weather(storm: Storm[ElasticWorker], seconds: float) -> None:
     """Has things happen for so long; all go on after it."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
@@ -100,9 +77,7 @@ def endure(cluster, connect, tmp_path, seed: int, seconds: float, **options: obj
     )
     with ExitStack() as stack:
         inexact = {"size": SIZE, "is_inexact": True, **OPTIONS}
-        storm = Storm(running, stack, seed, {**inexact, **options})
-        for _ in range(CREW):
-            storm.start()
+        storm = storm_of(running, stack, seed, **{**inexact, **options})
         weather(storm, seconds)
     net = connect(running, "reader").parameter(NAME)
 
@@ -125,9 +100,7 @@ def test_a_short_one_of_a_table(cluster, tmp_path, seed) -> None:
     """Each worker gives all rows one gradient, in one message a shard: they stay alike there."""
     running = cluster(2, data_dir=tmp_path / "data", processes=True)
     with ExitStack() as stack:
-        storm = Storm(running, stack, seed, {"kind": "table", **OPTIONS})
-        for _ in range(CREW):
-            storm.start()
+        storm = storm_of(running, stack, seed, **{"kind": "table", **OPTIONS})
         weather(storm, SHORT_S)
         with shardwell.connect(running.target, worker_id="reader") as client:
             values = set(client.table(NAME).get_rows(IDS).reshape(-1).tolist())

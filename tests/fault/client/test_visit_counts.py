@@ -1,0 +1,195 @@
+"""Goal: each sample counts once an epoch, in every weight, whatever befalls workers and shards.
+
+Method: real processes under faults drawn from a seed: SIGKILL of workers and shards, workers that
+stand still for longer than their lease, cut and stalled connections, crews of 2 that become 8 and
+3, gradients that come late. Weights count visits. At the end each of them is 1 for each sample and
+epoch, and may be 0 only where shard 0 names the sample as one that counted in some chunks alone: at
+most those of one gradient for each member that was lost, or was late.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardwell
+from harness.faults.elastic_storm import Storm
+from harness.faults.proxy import Proxy
+from harness.programs.forked_cluster import ForkedCluster
+from harness.programs.forkserver import ForkedCalls
+from harness.programs.visiting_worker import (
+    SEED,
+    VisitingWorker,
+    gradient_of,
+    opened,
+    samples_of,
+)
+from shardwell.numerics.permutation import permuted
+
+SHARD_COUNT = 3
+SOAK_MINUTES = float(os.environ.get("SHARDWELL_SOAK_MINUTES") or 10)
+PLAN: dict[str, Any] = {
+    "length": 600,
+    "batch_size": 5,
+    "epochs": 2,
+    "copies": SHARD_COUNT,
+    "min_count": 1,
+    "max_count": 8,
+    "member_return_s": 0.2,
+    "member_lease_s": 0.6,
+    "pause_s": 0.01,
+}
+KILLS = ("kill", "replace", "two", "lose", "shard", "nothing")
+QUORUM = {"min_contributors": 1, "grace_s": 0.002}
+_STALL_S = 1.2
+
+
+class Account:
+    """The samples that counted in part, by the log of shard 0: its status says the last ones."""
+
+    def __init__(self, shard_directory: Path) -> None:
+        self._directory = shard_directory
+        self.partial: set[tuple[str, int, tuple[tuple[int, int], ...]]] = set()
+
+    def look(self) -> None:
+        """Reads it, as often as it may be compacted."""
+        for path in self._directory.glob("parameters/*[0-9]/samples"):
+            data = path.read_bytes()
+            for line in data[: int(data.split()[3])].splitlines()[1:]:
+                event = json.loads(line[9:])
+                found = event["partial"] if event["kind"] == "state" else []
+                if event["kind"] == "partial":
+                    found = [(event["worker_id"], event["step"], event["ranges"])]
+                self.partial |= {(w, s, tuple(map(tuple, ranges))) for w, s, ranges in found}
+
+    def partial_samples(self, plan: dict[str, Any]) -> np.ndarray:
+        """(epochs, length): how often each counted in part."""
+        found, length = np.zeros((plan["epochs"], plan["length"]), int), plan["length"]
+        for _, _, ranges in self.partial:
+            for start, stop in ranges:
+                for position in range(start, stop):
+                    epoch = position // length
+                    place = np.array([position - epoch * length])
+                    found[epoch, permuted(place, length, SEED, epoch)] += 1
+        return found
+
+
+class Visits:
+    """Shards, a crew in a storm, and what has counted."""
+
+    def __init__(
+        self, stack: ExitStack, directory: Path, plan: dict[str, Any], seed: int, kinds: Any
+    ) -> None:
+        self._stack, self._plan = stack, plan
+        forked = stack.enter_context(ForkedCalls())
+        self.cluster = stack.enter_context(
+            ForkedCluster(forked, directory, shard_count=SHARD_COUNT, chunk_size_bytes=2048)
+        )
+        addresses = self.cluster.target.split(",")
+        self._proxies = [stack.enter_context(Proxy(each)) for each in addresses]
+        self._chance = random.Random(seed)
+        self.storm: Storm[VisitingWorker] = Storm(
+            self._start_worker,
+            self._start_shard_again,
+            shard_count=SHARD_COUNT,
+            seed=seed,
+            kinds=kinds,
+            more={} if "stop" not in kinds else {"cut": self._cut, "stall": self._stall},
+        )
+        self.client = stack.enter_context(
+            shardwell.connect(self.cluster.target, worker_id="last", timeout_s=40.0)
+        )
+        self.account = Account(directory / "shard-0")
+
+    def _start_worker(self, worker_id: str) -> VisitingWorker:
+        """Every second one by proxies."""
+        plan, target = self._plan, self.cluster.target
+        if self._chance.random() < 0.5:
+            plan = {**plan, "same_host": False}
+            target = ",".join(proxy.address for proxy in self._proxies)
+        return self._stack.enter_context(VisitingWorker(target, worker_id, plan))
+
+    def _start_shard_again(self, index: int) -> None:
+        self.cluster.shards[index].kill()
+        self.cluster.start(index)
+
+    def _cut(self, chance: random.Random) -> None:
+        chance.choice(self._proxies).cut()
+
+    def _stall(self, chance: random.Random) -> None:
+        proxy = chance.choice(self._proxies)
+        proxy.stall()
+        time.sleep(chance.uniform(0.0, _STALL_S))
+        proxy.resume()
+
+    def _drop_ended(self) -> None:
+        """Takes those out of the crew that have found all samples counted."""
+        for worker in [each for each in self.storm.workers if each.process.poll() is not None]:
+            self.storm.workers.remove(worker)
+            assert worker.end() == 0, "\n".join([worker.worker_id, *worker.log])
+
+    def weather(self, seconds: float, pause_s: float = 0.0) -> None:
+        """Has things happen for so long, or until all samples have counted."""
+        until_s = time.monotonic() + seconds
+        for crew in (2, 8, 3):
+            phase_end_s = time.monotonic() + (until_s - time.monotonic()) / (4 if crew > 3 else 2)
+            self.storm.resize(crew)
+            while self.storm.workers and time.monotonic() < phase_end_s:
+                self.storm.blow()
+                self.account.look()
+                time.sleep(pause_s)
+                self._drop_ended()
+                if len(self.storm.workers) < 2:
+                    self.storm.start()
+
+    def finish(self) -> np.ndarray:
+        """Has all end, and a last worker with them; (copies, epochs, length): the visits."""
+        net = opened(self.client, self._plan)
+        for batch in net.batches(samples_of(self._plan), epochs=self._plan["epochs"]):
+            net.exchange(gradient_of(self._plan, batch), batch=batch)
+        for worker in self.storm.workers:
+            assert worker.end() == 0, "\n".join([worker.worker_id, *worker.log])
+        self.account.look()
+        shape = (self._plan["copies"], self._plan["epochs"], self._plan["length"])
+        found: np.ndarray = np.asarray(net.get_weights()).reshape(shape)
+        return found
+
+    def check(self) -> None:
+        """Compares the visits with what shard 0 says."""
+        visits, blows = self.finish(), self.storm.blows
+        partial = self.account.partial_samples(self._plan)
+        missing = np.rint(1.0 - visits).astype(int)
+        np.testing.assert_allclose(visits, 1 - missing, atol=1e-3, err_msg=f"{blows}")
+        print(f"{blows}; {len(self.account.partial)} partial, {(missing > 0).any(0).sum()} missing")
+        assert missing.min() >= 0, (blows, np.argwhere(missing < 0)[:9])
+        assert (missing <= partial).all(), (blows, np.argwhere(missing > partial)[:9])
+        assert partial.max() <= 1, (blows, np.argwhere(partial > 1)[:9])
+
+
+@contextmanager
+def visiting(directory: Path, seed: int, kinds: Any, plan: dict[str, Any]) -> Iterator[Visits]:
+    with ExitStack() as stack:
+        yield Visits(stack, directory, plan, seed, kinds)
+
+
+def test_kills_count_each_sample_once(tmp_path: Path) -> None:
+    with visiting(tmp_path, 1, KILLS, PLAN) as visits:
+        visits.weather(3.0)
+        visits.check()
+        assert len(visits.account.partial) <= visits.storm.lost_count
+
+
+@pytest.mark.parametrize("late", ["drop", "carry"])
+def test_more_faults_count_each_sample_once(tmp_path: Path, late: str) -> None:
+    with visiting(tmp_path, 2, (*KILLS, "stop"), {**PLAN, **QUORUM, "late": late}) as visits:
+        visits.weather(3.0)
+        visits.check()

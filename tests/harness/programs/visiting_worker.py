@@ -1,0 +1,91 @@
+"""A worker process that visits the samples it is dealt: weights count how often each has counted.
+
+python visiting_worker.py TARGET WORKER_ID PLAN, the last as JSON
+
+The parameter has an element for each sample in each epoch, `copies` times in a row: copies of one
+are in chunks of different shards. A gradient has -1 at those of its batch. Elastic members train by
+a rule that moves an element by 1 where it has a gradient, whatever the others give: see `RULE`.
+
+PLAN: `length`, `batch_size`, `epochs`, `copies`, fields of `Elastic`, `min_contributors`,
+`grace_s`, `late`, `pause_s` between two steps, `same_host`. It prints a line a step, and ends once
+all have counted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import shardwell
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from harness.programs.commands import Program
+
+PATH = Path(__file__)
+NAME = "visits"
+SEED = 5
+RULE = shardwell.Adam(1.0, beta1=0.0, beta2=0.0)
+"""Without memory Adam's step is the gradient's sign: so a member that gives nothing in a step does
+not change what the others' visits count for, as it does where a rate depends on their number."""
+_ELASTIC = ("min_count", "max_count", "member_return_s", "member_lease_s", "reference_count")
+_OPTIONS = ("min_contributors", "grace_s", "late")
+
+
+def opened(client: shardwell.Client, plan: dict[str, Any]) -> shardwell.Parameter:
+    """The parameter that counts."""
+    exact = plan.get("reference_count", 0)
+    net = client.parameter(
+        NAME,
+        size=plan["copies"] * plan["epochs"] * plan["length"],
+        optimizer=shardwell.SGD(1.0) if exact else RULE,
+        codec="fp32",
+        members=shardwell.Elastic(**{name: plan[name] for name in _ELASTIC if name in plan}),
+        **{name: plan[name] for name in _OPTIONS if name in plan},
+    )
+    net.init(np.zeros(net.size, np.float32))
+    return net
+
+
+def samples_of(plan: dict[str, Any]) -> shardwell.Samples:
+    """The data."""
+    return shardwell.Samples(plan["length"], plan["batch_size"], seed=SEED)
+
+
+def gradient_of(plan: dict[str, Any], batch: shardwell.Batch) -> npt.NDArray[np.float32]:
+    """-1 at the elements of a batch's samples."""
+    found = np.zeros((plan["copies"], plan["epochs"], plan["length"]), np.float32)
+    found[:, batch.epoch, batch.indices] = -1.0
+    return found.reshape(-1)
+
+
+class VisitingWorker(Program):
+    """Such a process, started."""
+
+    def __init__(self, target: str, worker_id: str, plan: dict[str, Any]) -> None:
+        super().__init__(str(PATH), target, worker_id, json.dumps(plan), is_forked=True)
+        self.worker_id = worker_id
+
+
+def main() -> None:
+    """Visits all that it is dealt."""
+    target, worker_id, text = sys.argv[1:]
+    plan: dict[str, Any] = json.loads(text)
+    with shardwell.connect(
+        target, worker_id=worker_id, timeout_s=40.0, same_host=plan.get("same_host", True)
+    ) as client:
+        net = opened(client, plan)
+        for batch in net.batches(samples_of(plan), epochs=plan["epochs"]):
+            net.exchange(gradient_of(plan, batch), batch=batch)
+            assert net.outcome is not None
+            print(f"step {net.outcome.step} {net.outcome.counted}", flush=True)
+            time.sleep(plan.get("pause_s", 0.0))
+
+
+if __name__ == "__main__":
+    main()
