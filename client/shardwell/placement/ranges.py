@@ -87,7 +87,7 @@ def place_of(ranges: NumberRanges, number: int) -> int:
 def paired(numbers: Sequence[int], most: int) -> NumberRanges:
     """Returns the set that a message has, as start and size of each range.
 
-    ArgumentError: it is none, has no number, or one above `most`.
+    ArgumentError: it is none, or has a number that is not below `most`.
     """
     found, end = [], -1
     for index in range(0, len(numbers) - 1, 2):
