@@ -317,12 +317,15 @@ class Dealing:
         end = partial(self._request, _Stage.STAGE_END, **subject)
         others = self._channels[1:]
         answers = ask_all(others, lambda each: self._call(each, end(), attempts.beside()))
-        given = [self._ranges(answer.ranges) for answer in answers]
+        step = max((answer.step for answer in answers), default=0)
+        newest = [each for each in answers if each.step == step and each.ranges]
         request = self._request(
             _Stage.STAGE_SETTLE,
             **subject,
-            step=max((answer.step for answer in answers), default=0),
-            ranges=flat(united(*given)),
+            step=step,
+            ranges=flat(united(*(self._ranges(each.ranges) for each in newest))),
+            dataset=pb.Dataset(name=newest[0].data if newest else ""),
+            whole_before=min((each.whole_before for each in answers), default=POSITION_MAX),
         )
         self._call(self._channels[0], request, attempts)
 

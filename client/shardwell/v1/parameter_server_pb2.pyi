@@ -538,7 +538,7 @@ class Dataset(_message.Message):
     def __init__(self, name: _Optional[str] = ..., length: _Optional[int] = ..., seed: _Optional[int] = ..., shuffles: bool = ...) -> None: ...
 
 class DealSamplesRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "stage", "worker_id", "tenure", "dataset", "batch_size", "drop_last", "batch_count", "limit", "ranges", "step", "is_partial", "account", "incarnation", "crc32c")
+    __slots__ = ("shard", "parameter", "stage", "worker_id", "tenure", "dataset", "batch_size", "drop_last", "batch_count", "limit", "ranges", "step", "is_partial", "account", "incarnation", "whole_before", "crc32c")
     class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STAGE_UNSPECIFIED: _ClassVar[DealSamplesRequest.Stage]
@@ -568,6 +568,7 @@ class DealSamplesRequest(_message.Message):
     IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     ACCOUNT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_BEFORE_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
@@ -584,11 +585,12 @@ class DealSamplesRequest(_message.Message):
     is_partial: bool
     account: bytes
     incarnation: int
+    whole_before: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[DealSamplesRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., tenure: _Optional[int] = ..., dataset: _Optional[_Union[Dataset, _Mapping]] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., batch_count: _Optional[int] = ..., limit: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., is_partial: bool = ..., account: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[DealSamplesRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., tenure: _Optional[int] = ..., dataset: _Optional[_Union[Dataset, _Mapping]] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., batch_count: _Optional[int] = ..., limit: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., is_partial: bool = ..., account: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., whole_before: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class DealSamplesResponse(_message.Message):
-    __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "done_before", "free_count", "crc32c")
+    __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "data", "whole_before", "done_before", "free_count", "crc32c")
     class Batch(_message.Message):
         __slots__ = ("ranges",)
         RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -607,6 +609,8 @@ class DealSamplesResponse(_message.Message):
     UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_BEFORE_FIELD_NUMBER: _ClassVar[int]
     DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
     FREE_COUNT_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
@@ -616,10 +620,12 @@ class DealSamplesResponse(_message.Message):
     unsettled: _containers.RepeatedCompositeFieldContainer[DealSamplesResponse.Tenure]
     ranges: _containers.RepeatedScalarFieldContainer[int]
     step: int
+    data: str
+    whole_before: int
     done_before: int
     free_count: int
     crc32c: int
-    def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., done_before: _Optional[int] = ..., free_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., data: _Optional[str] = ..., whole_before: _Optional[int] = ..., done_before: _Optional[int] = ..., free_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SamplesStatus(_message.Message):
     __slots__ = ("dataset", "epoch", "done_count", "out_count", "free_count", "left_out_count", "partial_count", "partial")

@@ -11,6 +11,10 @@ g // length, in that epoch's order. States of a position (docs/adr/0042-samples.
     out      the same, and a shard other than chunk 0's has counted it;
              or its holder says that a part of its gradient counted       done, partial
     open     chunk 0 closes step t                                        done
+    open,    its holder's tenure is over, and a chunk has not counted it,
+    done     or its holder says so                                        the same, partial
+    open,    the count is void: chunk 0's record is older                 out; free in a fixed crew
+    done
     free     it is left out at the end of an epoch (drop_last)            done
 
 Elastic members lease positions. Workers of a fixed crew are dealt by a plan, which says for each
@@ -30,7 +34,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from shardwell.errors import ArgumentError, SpecMismatchError
+from shardwell.errors import ArgumentError, LimitError, SpecMismatchError
 from shardwell.placement.ranges import (
     NumberRanges,
     between,
@@ -47,8 +51,8 @@ STEP_COUNT_MAX = 1024
 """Closed steps whose samples are known."""
 _PARTIAL_COUNT_MAX = 256
 """Partial blocks that are known by number; more are counted."""
-_PLAN_COUNT = 2
-"""Plans that are known: a worker may be cut off in the last batch of the one before."""
+_PLAN_COUNT_MAX = 256
+"""Plans of which a rank has batches that it did not give yet."""
 _KEPT_COUNT = 4096
 """The last counts that a compacted log has one by one: a loss of power may take them back."""
 
@@ -88,6 +92,16 @@ class Partial(NamedTuple):
     worker_id: str
     step: int
     ranges: NumberRanges
+
+
+class Given(NamedTuple):
+    """The last gradient of a tenure, as the shards have counted chunks other than the first."""
+
+    step: int
+    ranges: NumberRanges
+    """In any chunk; without any: none."""
+    whole_before: int
+    """Gradients of earlier steps have counted in all chunks, but for what the worker has said."""
 
 
 class Way(NamedTuple):
@@ -187,6 +201,8 @@ class Ledger:
         self.open: list[Counted] = []
         """Of the open step of chunk 0, in order."""
         self.out: dict[Holder, NumberRanges] = {}
+        self.last_step: dict[Holder, int] = {}
+        """The last step of each elastic holder that is not settled."""
         self.plans: list[Plan] = []
         self.returned: NumberRanges = ()
         """Positions of plans that were given back: the next plan has them."""
@@ -252,13 +268,11 @@ class Ledger:
         """Notes a gradient's samples, which count with the gradient; see `count`."""
         self._note("counted", **_facts(counted))
 
-    def note_void(self, counted: Counted) -> None:
-        """Notes that what `note_count` noted last has not counted."""
-        self._note("void", step=counted.step, order=counted.order)
-
     def count(self, counted: Counted) -> None:
         """Takes what was noted, once the gradient has counted."""
         self.open.append(counted)
+        if self.leases:
+            self.last_step[counted.holder] = counted.step
         self._take_from(counted.holder, counted.ranges)
         self.returned = without(self.returned, counted.ranges)
 
@@ -286,12 +300,16 @@ class Ledger:
             batch = first_of(here, batch_size)
             if not drops_last or size_of(batch) == batch_size:
                 batches.append(batch)
-            elif not common(busy, whole) and not any(common(each, whole) for each in batches):
+            elif (
+                whole[0][1] <= limit
+                and not common(busy, whole)
+                and not any(common(each, whole) for each in batches)
+            ):
                 self._leave_out(batch)  # else more of the epoch may come back
             free = without(free, batch)
         if batches:
             ranges = united(*batches)
-            self._note("lease", worker_id=holder.worker_id, tenure=holder.tenure, ranges=ranges)
+            self._note("lease", **holder._asdict(), ranges=ranges)
             self._take_lease(holder, ranges)
         return batches
 
@@ -332,31 +350,39 @@ class Ledger:
                 return []
         while True:
             gone = united(self.done, self.open_ranges, self.returned, held)
-            for plan in self.plans:
-                batches = plan.rest_of(rank, gone, count)
+            for plan, later in self._plans():
+                batches = plan.rest_of(rank, united(gone, later), count)
                 if batches:
                     return [each for each in batches if each[0][0] < limit]
+            if len(self._unfinished()) >= _PLAN_COUNT_MAX:
+                raise LimitError(
+                    f"samples {self.data.name!r}: {_PLAN_COUNT_MAX} deals have batches whose "
+                    "gradients did not come yet; give the gradients of those before asking on"
+                )
             if not self._begin_plan(way, limit):
                 return []
 
     @property
     def _cursor(self) -> int:
         """The first position that nothing has touched, nor anything behind it."""
-        touched = (self.done, self.open_ranges, *(plan.ranges for plan in self.plans))
+        planned = (plan.ranges for plan in self.plans)
+        touched = (self.done, self.open_ranges, self.returned, *planned)
         return max((ranges[-1][1] for ranges in touched if ranges), default=0)
 
     def _begin_plan(self, way: Way, limit: int, *, is_anew: bool = False) -> bool:
         """Plans what is free up to the end of the epoch; False: too little is, below `limit`."""
         cursor, length = self._cursor, self.data.length
         end = -(-cursor // length) * length
-        gone = united(self.done, self.open_ranges)
-        left = without(((0, cursor),) if cursor else (), gone)
-        if not is_anew:
-            left = common(left, self.returned) if self.plans else left
-        ranges = united(left, [(cursor, end)])
+        left: NumberRanges = ((0, cursor),) if cursor else ()
+        if not is_anew:  # the ranks have what is planned, but for what they gave back
+            planned = united(*(plan.ranges for plan in self.plans))
+            left = without(left, without(planned, self.returned))
+        left = without(left, united(self.done, self.open_ranges))
         least = way.width if way.drops_last else way.rank_count
-        while size_of(ranges) < least and end < limit:
-            ranges, end = united(ranges, [(end, end + length)]), end + length
+        missing = least - size_of(left) - (end - cursor)
+        if missing > 0 and end < limit:
+            end += length * min(-(-missing // length), -(-(limit - end) // length))
+        ranges = united(left, [(cursor, end)])
         if size_of(ranges) < least:
             return False
         number = self.plans[-1].number + 1 if self.plans else 0
@@ -366,10 +392,20 @@ class Ledger:
         return True
 
     def _take_plan(self, plan: Plan, *, is_anew: bool) -> None:
-        earlier = [] if is_anew else self.plans[1 - _PLAN_COUNT :]
-        self.plans = [*earlier, plan]
         self.returned = () if is_anew else without(self.returned, plan.ranges)
+        earlier = [] if is_anew else self._unfinished()
+        self.plans = [*earlier, plan]
         self._take_left_out(plan.left_out)
+
+    def _unfinished(self) -> list[Plan]:
+        """Returns the plans that a rank has something of, or is still to be dealt."""
+        gone = united(self.done, self.open_ranges, self.returned)
+        return [plan for plan, later in self._plans() if without(plan.ranges, united(gone, later))]
+
+    def _plans(self) -> Iterator[tuple[Plan, NumberRanges]]:
+        """Yields plans, and what later ones deal instead: it was given back."""
+        for index, plan in enumerate(self.plans, 1):
+            yield plan, united(*(each.ranges for each in self.plans[index:]))
 
     # Ends.
 
@@ -377,7 +413,7 @@ class Ledger:
         """Frees positions whose gradient counted nowhere, and will not come."""
         ranges = self._of(holder, ranges)
         if ranges:
-            self._note("returned", worker_id=holder.worker_id, tenure=holder.tenure, ranges=ranges)
+            self._note("returned", **holder._asdict(), ranges=ranges)
             self._take_back(holder, ranges)
 
     def _take_back(self, holder: Holder, ranges: NumberRanges) -> None:
@@ -394,15 +430,11 @@ class Ledger:
 
     def end_partly(self, holder: Holder, step: int, ranges: NumberRanges) -> None:
         """Ends positions whose gradient counted in some chunks, and not in all."""
-        known = united(self._of(holder, ranges), common(ranges, self._counted_by(holder, step)))
+        named = united(*(p.ranges for p in self.partial if p[:2] == (holder.worker_id, step)))
+        counted = without(common(ranges, self._counted_by(holder, step)), named)
+        known = united(self._of(holder, ranges), counted)
         if known:
-            self._note(
-                "partial",
-                worker_id=holder.worker_id,
-                tenure=holder.tenure,
-                step=step,
-                ranges=known,
-            )
+            self._note("partial", **holder._asdict(), step=step, ranges=known)
             self._take_partial(holder, step, known)
 
     def _counted_by(self, holder: Holder, step: int) -> NumberRanges:
@@ -417,13 +449,22 @@ class Ledger:
             -_PARTIAL_COUNT_MAX:
         ]
 
-    def settle(self, holder: Holder, step: int, counted: NumberRanges) -> None:
+    def settle(self, holder: Holder, given: Given) -> None:
         """Frees a holder's positions once its tenure is over on all shards.
 
-        `counted` are those of its last gradient, if a shard has counted any chunk of it.
+        What it gave to other chunks, and not to chunk 0, is partial; else its last gradient that
+        chunk 0 counted, if another chunk has not.
         """
-        self.end_partly(holder, step, counted)
+        ahead = common(given.ranges, self.out.get(holder, ()))
+        last = self.last_step.get(holder, -1)
+        if ahead:
+            self.end_partly(holder, given.step, ahead)
+        elif last >= given.whole_before:
+            self.end_partly(holder, last, self._counted_by(holder, last))
         self.give_back(holder, self.out.get(holder, ()))
+        if holder in self.last_step:
+            self._note("settled", **holder._asdict())
+            del self.last_step[holder]
 
     # Reading.
 
@@ -431,8 +472,10 @@ class Ledger:
         """Returns what was done in a version of chunk 0; None: it is too long ago."""
         if version < self._known_from:
             return None
-        later = (each for step, found in self.steps.items() if step >= version for each in found)
-        return without(self.done, united(*(each.ranges for each in later)))
+        closed = [each for found in self.steps.values() for each in found]
+        later = [each.ranges for each in closed if each.step >= version]
+        partial = [each.ranges for each in self.partial if each.step >= version]
+        return without(self.done, united(*later, *partial))
 
     def counted_by(self, worker_id: str, step: int) -> NumberRanges:
         """Returns what a worker of a fixed crew has given in a step that chunk 0 counted."""
@@ -495,13 +538,15 @@ class Ledger:
             yield {"kind": "plan", **name, "is_anew": False, **plan.facts()}
         for counted in (*closed, *self.open):
             yield {"kind": "counted", **name, **_facts(counted)}
+        for holder, step in self.last_step.items():
+            yield {"kind": "last", **name, **holder._asdict(), "step": step}
         for holder, ranges in self.out.items():
             yield {"kind": "lease", **name, **holder._asdict(), "ranges": ranges}
         if self.returned:
             yield {"kind": "returned", **name, **Holder("", 0)._asdict(), "ranges": self.returned}
 
     def restore(self, event: Event) -> None:
-        """Takes an event of an earlier process; those of counts are in the order of the log."""
+        """Takes an event of an earlier process, in the order of the log."""
         kind, ranges = event["kind"], united(event.get("ranges", ()))
         holder = Holder(event.get("worker_id", ""), event.get("tenure", 0))
         match kind:
@@ -511,11 +556,11 @@ class Ledger:
                 self.partial_count = event["partial_count"]
                 self.left_out_count = event["left_out"]
             case "counted":
-                counted = Counted(event["step"], event["order"], holder, ranges)
-                self.forget_from(counted.step, counted.order)
-                self.count(counted)
-            case "void":
-                self.forget_from(event["step"], event["order"])
+                self.count(Counted(event["step"], event["order"], holder, ranges))
+            case "last":
+                self.last_step[holder] = event["step"]
+            case "settled":
+                self.last_step.pop(holder, None)
             case "lease":
                 self._take_lease(holder, ranges)
             case "returned":
@@ -530,20 +575,23 @@ class Ledger:
             case _:
                 raise KeyError(kind)
 
-    def forget_from(self, step: int, order: int) -> None:
-        """Forgets counts that were noted, and did not count: of this place in the log, and later.
+    def forget_from(self, step: int, order: int) -> bool:
+        """Forgets counts that were noted, and did not count: of this place, and later.
 
         A shard that is killed between note and count, or loses its newest steps with its machine,
-        counts other gradients in their places.
+        counts other gradients in their places. True: there were such.
         """
+        found = False
         while self.open and self.open[-1][:2] >= (step, order):
-            void = self.open.pop()
+            void, found = self.open.pop(), True
             if self.leases:
                 self._take_lease(void.holder, void.ranges)
+                steps = [each.step for each in self.open if each.holder == void.holder]
+                self.last_step[void.holder] = max(steps, default=-1)
+        return found
 
-    def recovered(self, version: int, count: int) -> None:
-        """Ends the restoring, where chunk 0 has `count` contributions to its step `version`."""
-        self.forget_from(version, count)
+    def recovered(self, version: int) -> None:
+        """Ends the restoring: nothing is open that chunk 0 has not counted."""
         self.advance(version)
         self._known_from = max(version, self._known_from)
 

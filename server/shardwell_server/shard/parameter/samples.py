@@ -5,15 +5,28 @@ counts when chunk 0 counts its gradient. Every shard notes, of elastic members, 
 last gradient of each had that counted in any other chunk: {"kind": "gave", ...}. A member that is
 lost in the middle of a step may have given these chunks and not chunk 0.
 
+States of a count, by its place in chunk 0's record (version, contributions to it):
+
+    state    event                                                 next
+             it is noted: {"kind": "counted", ...}                 noted
+    noted    chunk 0 commits a record past its place               counts
+    noted    the journal or the record can't be written; or a new
+             process finds a record that is not past its place     void: {"kind": "void", ...}
+    counts   a new process finds such a record, after a loss of
+             power                                                 void
+
+Invariant: nothing else is noted, nor does a gradient come in its place, before a void count is.
+
 Lock order: a chunk's lock is taken first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.placement.ranges import NumberRanges, flat, paired, united
@@ -26,6 +39,7 @@ from shardwell_server.shard.parameter.ledger import (
     Counted,
     Dataset,
     Event,
+    Given,
     Holder,
     Ledger,
     Way,
@@ -40,6 +54,16 @@ _RANGE_COUNT_MAX = 256
 _DATASET_COUNT_MAX = 64
 _GAVE_COUNT_MAX = 1024
 _ACCOUNT_SIZE_MAX_BYTES = 2**19
+
+
+class _Gave(NamedTuple):
+    """The last gradient of an elastic member that counted in chunks other than the first."""
+
+    step: int
+    data: str
+    ranges: NumberRanges
+    chunks: set[int]
+    """Indices of these chunks."""
 
 
 class Samples:
@@ -64,63 +88,97 @@ class Samples:
         self._leases = spec.members is not None
         self._lock = threading.Lock()
         self._ledgers: dict[str, Ledger] = {}
-        self._noted: tuple[Ledger, Counted] | None = None
-        """The last count that was noted, until it counts."""
+        self._void: tuple[int, int] | None = None
+        """The place of a count that is noted, as long as it does not count."""
         self._ways: dict[tuple[str, int], Way] = {}
         """By dataset and session: how a worker of a fixed crew was dealt its last batches."""
-        self._gave: dict[Holder, Event] = {}
-        """The last gradient of each elastic member that counted in a chunk other than the first."""
+        self._gave: dict[Holder, _Gave] = {}
 
     # Gradients.
 
-    def note(
-        self, index: int, seat: ParameterSeat, step: int, samples: types_pb2.StepSamples
-    ) -> Counted | None:
-        """Notes the samples of a gradient that a chunk is about to count; its lock is held.
+    @contextlib.contextmanager
+    def noted(
+        self, index: int, seat: ParameterSeat, step: int, gradient: types_pb2.GradientChunk
+    ) -> Iterator[None]:
+        """Notes the samples of a gradient, which count if the chunk counts it inside.
 
-        Returns what `counted` is to take once it has. ArgumentError: they are not the worker's.
+        The chunk's lock is held.
+
+        Raises:
+            ArgumentError: they are not the worker's, or there is no such dataset.
+            StorageError: they can't be noted.
         """
-        ranges = paired(samples.ranges[: 2 * _RANGE_COUNT_MAX + 1], POSITION_MAX)
-        holder = Holder(seat.worker_id, seat.tenure.number)
-        with self._lock:
-            if index or not self.has_first_chunk:
-                if self._leases:
-                    self._note_gave(holder, step, samples.data, ranges)
-                return None
-            ledger = self._ledger(samples.data)
-            ledger.advance(self._version)
-            ledger.check_count(holder, ranges)
-            order = self._tracker.records[0].contribution_count
-            found = Counted(step, order, holder, ranges)
-            if self._noted is not None:  # a full disk kept its gradient from counting
-                self._noted[0].note_void(self._noted[1])
-            ledger.note_count(found)
-            self._noted = ledger, found
-            return found
-
-    def counted(self, samples: types_pb2.StepSamples, found: Counted) -> None:
-        """Takes samples whose gradient chunk 0 has counted; its lock is held."""
-        with self._lock:
-            self._ledgers[samples.data].count(found)
-            self._noted = None
-
-    def _note_gave(self, holder: Holder, step: int, data: str, ranges: NumberRanges) -> None:
-        known = self._gave.get(holder)
-        if known is not None and known["step"] >= step:
+        is_first = index == 0 and self.has_first_chunk
+        if not gradient.HasField("samples"):
+            if is_first and self._void is not None:
+                with self._lock:
+                    self._note_void()
+            yield
             return
-        event = {
-            "kind": "gave",
-            "data": check_name("dataset", data),
-            **holder._asdict(),
-            "step": step,
-            "ranges": ranges,
-        }
-        self._log(event)
-        self._take_gave(holder, event)
+        given = gradient.samples
+        ranges = paired(given.ranges[: 2 * _RANGE_COUNT_MAX + 1], POSITION_MAX)
+        if not ranges:
+            raise ArgumentError(
+                f"a gradient of parameter {self._spec.name!r} names samples {given.data!r} without "
+                "ranges; leave them out"
+            )
+        holder = Holder(seat.worker_id, seat.tenure.number)
+        if is_first:
+            with self._lock:
+                ledger, found = self._note_count(holder, step, given.data, ranges)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._end_count(ledger, found)
+        elif self._leases:
+            with self._lock:
+                gave = self._note_gave(holder, step, given.data, ranges)
+            yield
+            if gave.step == step:
+                gave.chunks.add(index)
+        else:
+            yield
 
-    def _take_gave(self, holder: Holder, event: Event) -> None:
+    def _note_count(
+        self, holder: Holder, step: int, data: str, ranges: NumberRanges
+    ) -> tuple[Ledger, Counted]:
+        self._note_void()
+        ledger = self._ledger(data)
+        ledger.advance(self._version)
+        ledger.check_count(holder, ranges)
+        found = Counted(step, self._place[1], holder, ranges)
+        self._void = found.step, found.order
+        ledger.note_count(found)
+        return ledger, found
+
+    def _end_count(self, ledger: Ledger, found: Counted) -> None:
+        if self._place > (found.step, found.order):
+            ledger.count(found)
+            self._void = None
+        else:
+            with contextlib.suppress(StorageError):  # else before the next event
+                self._note_void()
+
+    def _note_void(self) -> None:
+        """Notes that a count is void; chunk 0's lock is held."""
+        if self._void is not None:
+            step, order = self._void
+            self._log({"kind": "void", "step": step, "order": order})
+            self._void = None
+
+    def _note_gave(self, holder: Holder, step: int, data: str, ranges: NumberRanges) -> _Gave:
+        known = self._gave.get(holder)
+        if known is not None and known.step >= step:
+            return known
+        gave = _Gave(step, check_name("dataset", data), ranges, set())
+        self._log(_gave_event(holder, gave))
+        self._take_gave(holder, gave)
+        return gave
+
+    def _take_gave(self, holder: Holder, gave: _Gave) -> None:
         self._gave.pop(holder, None)
-        self._gave[holder] = event
+        self._gave[holder] = gave
         while len(self._gave) > _GAVE_COUNT_MAX:
             del self._gave[next(iter(self._gave))]
 
@@ -139,6 +197,7 @@ class Samples:
         limit = min(request.limit, POSITION_MAX)
         holder = Holder(request.worker_id, request.tenure)
         with self._lock:
+            self._note_void()
             ledger = self._ledgers.get(data.name) or self._begin(data)
             ledger.check(data)
             ledger.advance(self._version)
@@ -146,7 +205,7 @@ class Samples:
             if self._leases:
                 for each in self._over(ledger):
                     if self._is_whole:
-                        self._settle(ledger, each, None)
+                        self._settle(ledger, each, [])
                     else:
                         response.unsettled.add(worker_id=each.worker_id, tenure=each.tenure)
                 batches = ledger.lease(
@@ -196,13 +255,15 @@ class Samples:
 
     def _over(self, ledger: Ledger) -> list[Holder]:
         """Returns the holders whose tenure is over here."""
-        return [each for each in ledger.out if self._crew.member(*each) is None]
+        holders = dict.fromkeys((*ledger.out, *ledger.last_step))
+        return [each for each in holders if self._crew.member(*each) is None]
 
     def give_back(self, request: pb.DealSamplesRequest) -> None:
         """Takes positions back; chunk 0's lock is held."""
         holder = Holder(request.worker_id, request.tenure)
         ranges = paired(request.ranges, POSITION_MAX)
         with self._lock:
+            self._note_void()
             ledger = self._ledger(request.dataset.name)
             ledger.advance(self._version)
             if request.is_partial:
@@ -211,32 +272,40 @@ class Samples:
                 ledger.give_back(holder, ranges)
             self._compact()
 
-    def last_given(self, holder: Holder) -> tuple[int, NumberRanges]:
-        """Returns the step and the samples of the last gradient of an elastic member."""
+    def last_given(self, holder: Holder) -> tuple[str, Given]:
+        """Returns the dataset and the last gradient of a member in chunks but the first."""
         with self._lock:
-            event = self._gave.get(holder)
-            return (0, ()) if event is None else (event["step"], event["ranges"])
+            return self._last_given(holder)
+
+    def _last_given(self, holder: Holder) -> tuple[str, Given]:
+        others = len(self._tracker.records) - self.has_first_chunk
+        if not others:
+            return "", Given(0, (), POSITION_MAX)
+        gave = self._gave.get(holder)
+        if gave is None:
+            return "", Given(0, (), 0)
+        is_whole = len(gave.chunks) == others
+        return gave.data, Given(gave.step, gave.ranges, gave.step + is_whole)
 
     def settle(self, request: pb.DealSamplesRequest) -> None:
         """Frees positions of a tenure that is over on all shards; chunk 0's lock is held."""
         holder = Holder(request.worker_id, request.tenure)
         ranges = paired(request.ranges, POSITION_MAX)
+        others = request.dataset.name, Given(request.step, ranges, request.whole_before)
         with self._lock:
+            self._note_void()
             for ledger in self._ledgers.values():
                 ledger.advance(self._version)
                 if holder in self._over(ledger):
-                    self._settle(ledger, holder, (request.step, ranges))
+                    self._settle(ledger, holder, [others])
             self._compact()
 
-    def _settle(
-        self, ledger: Ledger, holder: Holder, others: tuple[int, NumberRanges] | None
-    ) -> None:
-        own = self._gave.get(holder)
-        given: list[tuple[int, NumberRanges]] = [] if others is None else [others]
-        if own is not None and own["data"] == ledger.data.name:
-            given.append((own["step"], own["ranges"]))
-        step = max((step for step, _ in given), default=0)
-        ledger.settle(holder, step, united(*(ranges for _, ranges in given)))
+    def _settle(self, ledger: Ledger, holder: Holder, others: list[tuple[str, Given]]) -> None:
+        given = [self._last_given(holder), *others]
+        its = [each for data, each in given if data == ledger.data.name]
+        step = max((each.step for each in its), default=0)
+        ranges = united(*(each.ranges for each in its if each.step == step))
+        ledger.settle(holder, Given(step, ranges, min(each.whole_before for _, each in given)))
 
     # Snapshots.
 
@@ -259,6 +328,7 @@ class Samples:
     def load(self, account: bytes) -> None:
         """Goes on with the accounts of a checkpoint; nothing has been dealt yet."""
         with self._lock:
+            self._note_void()
             made = {}
             for name, state in _read_account(account).items():
                 try:
@@ -309,6 +379,12 @@ class Samples:
     def _version(self) -> int:
         return self._tracker.records[0].version
 
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The next count's place in chunk 0's record."""
+        record = self._tracker.records[0]
+        return record.version, record.contribution_count
+
     def _ledger(self, name: str) -> Ledger:
         found = self._ledgers.get(name)
         if found is None:
@@ -326,7 +402,7 @@ class Samples:
 
     def _events(self) -> list[Event]:
         events = [event for ledger in self._ledgers.values() for event in ledger.events()]
-        return [*events, *self._gave.values()]
+        return [*events, *(_gave_event(*each) for each in self._gave.items())]
 
     def _restored(self, event: Event) -> Ledger:
         data = Dataset(
@@ -343,15 +419,8 @@ class Samples:
         """Goes on from the log, once each chunk's record is what it was, or was replayed."""
         for event in self._storage.sample_events():
             try:
-                if event["kind"] == "gave":
-                    ranges = united(event["ranges"])
-                    holder = Holder(event["worker_id"], event["tenure"])
-                    self._take_gave(holder, {**event, "ranges": ranges})
-                elif event["kind"] == "state":
-                    self._ledgers[event["data"]] = self._restored(event)
-                else:
-                    self._ledgers[event["data"]].restore(event)
-            except (KeyError, TypeError, ValueError) as error:
+                self._restore(event)
+            except (ArgumentError, KeyError, TypeError, ValueError) as error:
                 raise StorageError(
                     f"parameter {self._spec.name!r}: its samples hold {event!r}, which this "
                     f"version can't read ({error!r}); run the version that wrote it, or restore a "
@@ -359,9 +428,37 @@ class Samples:
                     parameter=self._spec.name,
                 ) from None
         if self._ledgers:
-            record = self._tracker.records[0]
+            if self._forget_from(*self._place):
+                self._void = self._place
+                with contextlib.suppress(StorageError):  # else before the next event
+                    self._note_void()
             for ledger in self._ledgers.values():
-                ledger.recovered(record.version, record.contribution_count)
+                ledger.recovered(self._version)
+
+    def _restore(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "gave":
+            holder, step = Holder(event["worker_id"], event["tenure"]), event["step"]
+            seat = self._crew.find(holder.worker_id)
+            marks = [] if seat is None or seat.tenure.number != holder.tenure else seat.last_step
+            chunks = {index for index, last in enumerate(marks) if last >= step}
+            chunks -= {0} if self.has_first_chunk else set()
+            self._take_gave(holder, _Gave(step, event["data"], united(event["ranges"]), chunks))
+        elif kind == "void":
+            self._forget_from(event["step"], event["order"])
+        elif kind == "state":
+            self._ledgers[event["data"]] = self._restored(event)
+        else:
+            self._ledgers[event["data"]].restore(event)
+
+    def _forget_from(self, step: int, order: int) -> bool:
+        found = [ledger.forget_from(step, order) for ledger in self._ledgers.values()]
+        return any(found)
+
+
+def _gave_event(holder: Holder, gave: _Gave) -> Event:
+    facts = {"step": gave.step, "data": gave.data, "ranges": gave.ranges}
+    return {"kind": "gave", **holder._asdict(), **facts}
 
 
 def _dataset(given: pb.Dataset) -> Dataset:

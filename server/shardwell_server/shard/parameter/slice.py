@@ -249,15 +249,12 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 contribution.payload,
                 closes=closes and self.has_open_sets,
             )
-            has_samples = gradient.HasField("samples")
-            used = self.samples.note(index, seat, step, gradient.samples) if has_samples else None
-            self.storage.journal(entry)
-            # What overflows is found where weights are encoded.
-            begun_s = self.steps.count(
-                chunk, index, summed, seat, step, learning_rate, header.crc32c, closes=closes
-            )
-            if used is not None:
-                self.samples.counted(gradient.samples, used)
+            with self.samples.noted(index, seat, step, gradient):
+                self.storage.journal(entry)
+                # What overflows is found where weights are encoded.
+                begun_s = self.steps.count(
+                    chunk, index, summed, seat, step, learning_rate, header.crc32c, closes=closes
+                )
             chunk.counted_count += 1
             closed = self._tracker.records[index].version != version
             if closes:
@@ -320,8 +317,13 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         if request.stage == stages.STAGE_END:
             self.end_tenure(worker_id, tenure)
             self._come_to_rest()
-            step, ranges = self.samples.last_given(Holder(worker_id, tenure))
-            return pb.DealSamplesResponse(step=step, ranges=flat(ranges))
+            data, given = self.samples.last_given(Holder(worker_id, tenure))
+            return pb.DealSamplesResponse(
+                step=given.step,
+                ranges=flat(given.ranges),
+                data=data,
+                whole_before=given.whole_before,
+            )
         if not self.samples.has_first_chunk:
             raise WrongShardError("samples are dealt by shard 0 alone; ask there")
         with self._register.lock:
