@@ -102,7 +102,7 @@ def test_each_sample_counts_once_an_epoch_across_a_restore_into_another_cluster(
     samples = shardwell.Samples(LENGTH, 4, drop_last=drop_last)
     train(connect, second, 3, samples, epochs=3, **after)
     counts = visits(connect(second, "reader"), **after)
-    assert min(half) >= 1
+    assert 0 < sum(half) < 3 * LENGTH  # a late gradient counts for nothing
     assert max(counts) == 3
     left_out = 3 * LENGTH - sum(counts)
     assert left_out == 0 if not drop_last else left_out < 2 * (4 * 3)
