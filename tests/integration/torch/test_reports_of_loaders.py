@@ -113,7 +113,7 @@ def test_a_loader_that_a_framework_prepares_again_keeps_its_place(cluster, conne
 
 
 def test_epochs_have_orders_of_their_own_without_set_epoch(cluster) -> None:
-    """pytorch/pytorch#31771: each epoch has another order, though nobody calls set_epoch."""
+    """pytorch/pytorch#31771: each epoch has another order, though no program calls set_epoch."""
     text = PREPARED + LOOP.replace("epochs(2)", "epochs(3)")
     by_rank = run_all(cluster(2).target, text, 2)
     length = len(by_rank[0]) // 3

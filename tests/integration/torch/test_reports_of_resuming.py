@@ -214,24 +214,18 @@ def test_a_checkpoint_of_two_workers_goes_on_with_three(cluster, connect, tmp_pa
 
 # What follows the step.
 
-SCHEDULED = """
-schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (1 + step))
-loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
-"""
 
-
-@STATE
 def test_a_schedule_of_a_restarted_program_is_at_the_clusters_step(cluster, connect) -> None:
     """Lightning-AI/pytorch-lightning#4655: the rate of each step is that of the same step in a run
     without a restart, and does not lag behind."""
-    text = (
-        SCHEDULED
-        + """
+    text = """
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 import logging, lightning
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-model, optimizer, loader = shardwell.torch.prepare(
-    model, plain, loader, schedule=schedule, name="net", codec="fp32"
-)
+model, optimizer, loader = shardwell.torch.prepare(model, plain, loader, name="net", codec="fp32")
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+while schedule.last_epoch < optimizer.next_step:  # as the log says at a restart
+    schedule.step()
 
 class Module(lightning.LightningModule):
     def __init__(self):
@@ -251,7 +245,6 @@ lightning.Trainer(
     callbacks=[shardwell.torch.LightningCallback(max_steps=10)],
 ).fit(Module(), loader)
 """
-    )
     running = cluster(2)
     seen = run(running.target, text, stop=4) + run(running.target, text)
     assert [step for step, _ in seen] == list(range(10))
@@ -265,9 +258,9 @@ lightning.Trainer(
 def test_a_step_that_a_scaler_skips_is_none_of_the_schedule(cluster, connect) -> None:
     """Lightning-AI/pytorch-lightning#18828: a step that a GradScaler skips moves no learning rate,
     also across a restart, which keeps the scale."""
-    text = (
-        SCHEDULED
-        + """
+    text = """
+schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (1 + step))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=10**6)
 model, optimizer, loader = shardwell.torch.prepare(
     model, plain, loader, schedule=schedule, scaler=scaler, name="net", codec="fp32"
@@ -284,7 +277,6 @@ for epoch in loader.epochs(1):
         schedule.step()
         optimizer.zero_grad()
 """
-    )
     running = cluster(2)
     lines = []
     for stop in (3, -1):
