@@ -4,7 +4,8 @@ States of a batch (docs/adr/0042-samples.md has those of its positions):
 
     dealt     shard 0 has dealt it                 next -> taken; the tenure ends -> void
     taken     the program has it                   a gradient of it counts -> ended; it is given
-                                                   back -> owed; the tenure ends -> void
+                                                   back -> owed; it is put back -> dealt; the
+                                                   tenure ends -> void
     carried   its gradient was late, and goes      as taken
               with the next one (late="carry")
     owed      shard 0 is to learn that it is       tell -> ended
@@ -224,6 +225,17 @@ class Dealing:
         ]
         epoch = ranges[0][0] // length
         return Batch(np.concatenate(indices), epoch, ranges, samples.name, tenure)
+
+    def put_back(self, batches: Sequence[Batch]) -> None:
+        """Makes taken batches the next ones again. Elastic members keep as many as a call deals."""
+        with self._lock:
+            for batch in reversed(batches):
+                if self._taken.pop(id(batch), None) is not None:
+                    self._dealt[batch.data].appendleft(batch)
+            for waiting in self._dealt.values() if self._member is not None else ():
+                while len(waiting) > _BATCH_COUNT:
+                    last = waiting.pop()
+                    self._owed.append(Owed(last.data, last.tenure, last.ranges))
 
     # Their ends.
 

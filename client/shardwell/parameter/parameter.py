@@ -564,11 +564,21 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             batch = self.next_batch(samples, limit, timeout_s=timeout_s)
             if batch is not None:
                 yield batch
-            elif not self._await_free(samples, limit, timeout_s):
+            elif not self.await_free(samples, limit, timeout_s=timeout_s):
                 return
 
-    def _await_free(self, samples: Samples, limit: int, timeout_s: float | None) -> bool:
-        """Waits without taking part; False: all samples below `limit` have counted."""
+    def await_free(self, samples: Samples, limit: int, *, timeout_s: float | None = None) -> bool:
+        """Waits, without taking part, while other members have the last samples below `limit`.
+
+        Args:
+            samples: See `batches`.
+            limit: See `next_batch`, which has returned None.
+            timeout_s: See `Client`.
+
+        Returns:
+            True: some are free now, as a member was lost. False: all have counted, or workers do
+            not come and go.
+        """
 
         def look(attempts: Attempts) -> bool | None:
             may_come = self._dealing.may_come(samples, limit, attempts)
@@ -620,6 +630,21 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         The shards learn of it with the next call that deals or gives.
         """
         self._dealing.give_back(batches)
+
+    def put_back(self, batches: Sequence[Batch]) -> None:
+        """Makes batches that nothing was computed from the next ones that `next_batch` returns.
+
+        Asks no shard. Other batches than those of `next_batch`, or ended ones, are left alone.
+
+        Args:
+            batches: In the order in which they came.
+        """
+        self._dealing.put_back(batches)
+
+    @property
+    def samples_done(self) -> int:
+        """The lowest position of samples that had not counted when shard 0 was asked last."""
+        return self._dealing.done_before
 
     @property
     def _takes_part(self) -> bool:

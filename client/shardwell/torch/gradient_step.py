@@ -25,7 +25,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from shardwell.errors import ArgumentError, NonFiniteError, ShardwellError
+from shardwell.parameter.dealing import Batch
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.parameter import Parameter
 from shardwell.parameter.values import NamedArrays
@@ -152,9 +153,13 @@ class GradientStep:
             "gradient": self._buffers.gradients.arrays,
             "sample_count": self._settings.sample_count,
             "learning_rate": self._rate(),
+            "batch": self.backward.batches,
             "out": self._buffers.weights.arrays,
             "timeout_s": self._settings.timeout_s,
         }
+        is_added = self.begun is not None and options["batch"] != self._agreed["batch"]
+        if is_added and not self._take_back("a batch is added"):
+            options["batch"] = self._agreed["batch"]  # the others are the next step's
         for what in ("sample_count", "learning_rate"):
             if self.begun is not None and options[what] != self._agreed[what]:
                 if self._take_back(f"{what} changes"):
@@ -241,9 +246,13 @@ class GradientStep:
 
     def forget(self, *, are_zeros: bool) -> None:
         """Takes note that the gradients are gone, or zeros."""
-        self._note_counted([] if not are_zeros else self._seen())
         begun = self._forget()
-        if begun is not None and begun.has_left:
+        has_left = begun is not None and begun.has_left
+        self._note_counted(
+            [] if not are_zeros else self._seen(), self._agreed["batch"] if has_left else ()
+        )
+        self.backward.give_back()
+        if begun is not None and has_left:
             self._owe(self._ending(begun, {}), [])
             raise ArgumentError(
                 "zero_grad() after a backward pass without a step: a part of its gradients has "
@@ -275,6 +284,8 @@ class GradientStep:
         """Goes on with another parameter in place of the former."""
         self.parameter = parameter
         self._failed, self._agreed = [], {}
+        if self.backward.loader is not None:
+            self.backward.loader.begin_anew()
         self._reset()
 
     def close(self) -> None:
@@ -293,7 +304,7 @@ class GradientStep:
         options: Mapping[str, Any],
         lying: NamedArrays | None = None,
     ) -> None:
-        step, taken = self.parameter.next_step, self._seen()
+        step, taken, batches = self.parameter.next_step, self._seen(), options["batch"]
         again = self._ending(begun, options)
         end = again
         if lying:
@@ -302,7 +313,7 @@ class GradientStep:
             end()
         except (NonFiniteError, ArgumentError):  # nothing more has left
             if begun is not None and begun.has_left:
-                self._note_counted(taken)
+                self._note_counted(taken, batches)
                 begun.forget()
                 self._owe(again, [])
                 with contextlib.suppress(ShardwellError):  # which the next `step` raises
@@ -313,9 +324,9 @@ class GradientStep:
                 for tensor_name, array in (lying or {}).items():  # which others may write to now
                     np.copyto(options["gradient"][tensor_name], array)
                 self._owe(again, taken)
-            self._note_counted(taken)
+            self._note_counted(taken, batches)
             raise
-        self._note_counted(taken)
+        self._note_counted(taken, batches)
         self._buffers.put_weights()
 
     def _ending(
@@ -348,8 +359,9 @@ class GradientStep:
             for grad, (known, version) in zip(grads, seen, strict=True)
         )
 
-    def _note_counted(self, gradients: _Seen) -> None:
+    def _note_counted(self, gradients: _Seen, batches: Sequence[Batch]) -> None:
         self._scaled_back, self._counted, self._has_run_backward = [], gradients, False
+        self.backward.note_given(batches)
 
     def _has_new_gradients(self) -> bool:
         if self._settings.sample_count == 0:

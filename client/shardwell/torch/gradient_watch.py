@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from shardwell.parameter.dealing import Batch
+
+if TYPE_CHECKING:
+    from shardwell.torch.loop.shares import SharedBatches
 
 _AGREED = ("sample_count", "learning_rate")
 """Options that must be the same before and after backward."""
@@ -25,14 +30,41 @@ class BackwardWatch:
     that a backward pass made are one, for which other workers wait.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor] = (), loader: SharedBatches | None = None
+    ) -> None:
+        self.loader = loader
+        """Batches of the loader that a program has for these tensors, if one was prepared."""
         self._made: tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]] | None = None
         self._hooks = [tensor.register_post_accumulate_grad_hook(self.note) for tensor in tensors]
 
     def note(self, tensor: torch.Tensor) -> None:
         """Notes the gradient that backward has added to a tensor."""
+        if self.loader is not None:
+            self.loader.note_backward(tensor)
         if tensor.grad is not None:
             self._made = weakref.ref(tensor), weakref.ref(tensor.grad)
+
+    def feed(self, loader: SharedBatches) -> None:
+        """Takes the batches of another loader from now on."""
+        if self.loader is not None:
+            self.loader.end_all()
+        self.loader = loader
+
+    @property
+    def batches(self) -> tuple[Batch, ...]:
+        """The loader's batches that the gradients were made from, since the last step."""
+        return () if self.loader is None else self.loader.used
+
+    def note_given(self, batches: Sequence[Batch]) -> None:
+        """Takes note that a step has batches."""
+        if self.loader is not None:
+            self.loader.note_given(batches)
+
+    def give_back(self) -> None:
+        """Gives back batches whose gradient is for no step."""
+        if self.loader is not None:
+            self.loader.give_back()
 
     def makes_state(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if a step only makes an optimizer's state: rate 0, and zeros that were put there."""

@@ -8,6 +8,7 @@ group of processes (GroupSync) or the shards of a cluster (ServerSync).
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import as_output, check_finite, check_integer
 from shardwell.numerics.codec import Float32
+from shardwell.parameter.dealing import Batch
 from shardwell.parameter.parameter import Parameter
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.optimizers import Average
@@ -209,8 +211,15 @@ class ServerSync(GradientSync):
         """The parameter's workers."""
         return self.parameter.spec.worker_count
 
-    def sync_gradients(self, array: Float32, *, sample_count: int = 1) -> None:
+    def sync_gradients(
+        self, array: Float32, *, sample_count: int = 1, batch: Sequence[Batch] = ()
+    ) -> None:
         """Replaces `parameter.size` elements by the mean; they travel in the parameter's codec.
+
+        Args:
+            array: See `GradientSync`.
+            sample_count: See `GradientSync`.
+            batch: See `Parameter.put_gradient`.
 
         Raises:
             ShardwellError: as `Parameter.exchange`: call again, and nothing counts twice.
@@ -218,6 +227,10 @@ class ServerSync(GradientSync):
         flat = as_output(array, None, "array")
         with self._lock:
             self.parameter.exchange(
-                flat, sample_count=sample_count, out=self._mean, timeout_s=self._timeout_s
+                flat,
+                sample_count=sample_count,
+                batch=batch,
+                out=self._mean,
+                timeout_s=self._timeout_s,
             )
             np.copyto(flat, self._mean)

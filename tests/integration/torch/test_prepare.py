@@ -1,9 +1,8 @@
 """Goal: a plain program trains on a cluster once `prepare` has its model, optimizer and loader:
-with the same numbers, each sample once an epoch, and from the cluster's step on when it starts
-again.
+with the same numbers, and from the cluster's step on when it starts again.
 
-Method: torch alone is the oracle of what one worker trains, torch's DistributedSampler of how
-several share their data. The program that docs/pytorch.md prints is run by two workers, one of
+Method: torch alone is the oracle of what one worker trains; test_loader_samples.py has how samples
+are dealt. The program that docs/pytorch.md prints is run by two workers, one of
 which kills itself in the middle and is started again, and the weights are compared with those of
 an undisturbed run, bit for bit. Skipped where torch is not installed (`make test-extras`).
 """
@@ -23,7 +22,7 @@ from harness.programs.commands import Program
 from harness.threads import together
 
 torch = pytest.importorskip("torch", reason="torch is not installed; it is not a dependency")
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import shardwell.torch  # noqa: E402
 from harness.torch_seeds import seeded  # noqa: E402
@@ -201,87 +200,48 @@ def make_step(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_is_dealt_as_by_a_distributed_sampler(cluster, connect, shuffle) -> None:
-    running = cluster(2)
-    clients = [connect(running, f"w{n}") for n in range(2)]
-    whole = DataLoader(NUMBERS, BATCH_SIZE, shuffle=shuffle)
-    made = partial(prepared, loader=whole, worker_count=2)
-    loaders = together([partial(lambda client: made(client)[2], client) for client in clients])
-    by_rank = {client.rank: loader for client, loader in zip(clients, loaders, strict=True)}
-    for epoch in range(2):
-        for rank, loader in by_rank.items():
-            its = DistributedSampler(NUMBERS, 2, rank, shuffle=shuffle, seed=0)
-            its.set_epoch(epoch)
-            found = batches_of(loader)
-            assert found == batches_of(DataLoader(NUMBERS, BATCH_SIZE, sampler=its))
-            assert len(loader) == len(found) == 7
-    seen = [n for loader in loaders for batch in batches_of(loader) for n in batch]
-    assert sorted(seen) == list(range(COUNT))
-
-
 def test_the_generators_seed_and_drop_last_count(cluster, connect) -> None:
-    client = connect(cluster(1), "w0")
-    generator = torch.Generator().manual_seed(11)
-    whole = DataLoader(NUMBERS, 8, shuffle=True, drop_last=True, generator=generator, num_workers=1)
-    _, _, loader = prepared(client, whole, seed=2)
-    its = DistributedSampler(NUMBERS, 1, 0, seed=13, drop_last=True)
-    expected = batches_of(DataLoader(NUMBERS, 8, sampler=its, drop_last=True))
-    assert batches_of(loader) == expected
-    assert len(expected) == 6
+    running = cluster(1)
+
+    def dealt(generator_seed: int, seed: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(generator_seed)
+        options = {"drop_last": True, "generator": generator, "num_workers": 1}
+        whole = DataLoader(NUMBERS, 8, shuffle=True, **options)
+        client = connect(running, f"w{generator_seed}")
+        name = f"seeds-{generator_seed}-{seed}"
+        return batches_of(prepared(client, whole, seed=seed, name=name)[2])
+
+    first = dealt(11, 2)
+    assert [len(batch) for batch in first] == [8] * 6
+    assert first == dealt(2, 11)  # seeds are added up
+    assert first != dealt(11, 0)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_worker_that_starts_again_goes_on_in_the_epoch(cluster, connect, accumulated) -> None:
-    running = cluster(2)
-    options = {"gradient_accumulation_steps": accumulated}
+    """With the batches that an undisturbed worker has, of 13 an epoch."""
     whole = DataLoader(NUMBERS, BATCH_SIZE, shuffle=True)
-    undisturbed = prepared(connect(cluster(1), "w0"), whole, **options)[2]
-    expected = [batches_of(undisturbed) for _ in range(3)]  # of 13 batches each
-    client = connect(running, "w0")
-    model, optimizer, _ = prepared(client, whole, **options)
-    for _ in range(16 // accumulated):
-        make_step(model, optimizer)
-    client.close()
-    loader = prepared(connect(running, "w0"), whole, **options)[2]
-    assert [batches_of(loader) for _ in range(3)] == [[], expected[1][3:], expected[2]]
-    again = prepared(connect(running, "w0"), loader, **options)[2]
-    found = {epoch: batches_of(again) for epoch in again.epochs(3)}
-    assert found == {1: expected[1][3:], 2: expected[2]}
-    assert list(again.epochs(1)) == []
-    again.set_epoch(2)
-    assert batches_of(again) == expected[2]
 
+    def run(running: Any, batch_count: int) -> list[list[int]]:
+        client = connect(running, "w0")
+        model, optimizer, loader = prepared(client, whole)
+        seen: list[list[int]] = []
+        for _ in loader.epochs(3):
+            for (batch,) in loader:
+                if len(seen) == batch_count:
+                    client.close()
+                    return seen
+                seen.append(batch.tolist())
+                model(INPUTS).square().mean().backward()
+                if len(seen) % accumulated == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return seen
 
-def test_elastic_members_draw_by_their_ids_and_the_clusters_step(cluster, connect) -> None:
+    expected = run(cluster(1), 99)
+    assert len(expected) == 39
     running = cluster(2)
-    first, second = (connect(running, f"w{n}") for n in range(2))
-    whole = DataLoader(NUMBERS, BATCH_SIZE, shuffle=True)
-    members = shardwell.Elastic(member_return_s=0.2, member_lease_s=1.0, reference_count=2)
-    model, optimizer, loader = prepared(first, whole, members=members)
-    assert len(loader) == 7  # of the 13 that one worker would need
-    seen = []
-    for (batch,) in loader:
-        seen.append(batch.tolist())
-        make_step(model, optimizer)
-        if len(seen) == 3:
-            optimizer.parameter.leave()
-            other, its, theirs = prepared(second, whole, members=members)
-            own = batches_of(theirs)
-            assert len(own) == 4  # what is left of the cluster's epoch
-            assert list(theirs.epochs(3)) == [0, 1, 2]
-            for _ in range(2):
-                make_step(other, its)
-            its.parameter.leave()
-    # Of the seven steps two were made without this worker, whose gradient of the first was late.
-    assert len(seen) == 6
-    assert len({n for batch in seen for n in batch}) == 6 * BATCH_SIZE
-    assert not {tuple(batch) for batch in own} & {tuple(batch) for batch in seen}
-    one = shardwell.Elastic(member_return_s=0.2, member_lease_s=1.0)
-    everything = batches_of(prepared(first, whole, members=one, name="other")[2])
-    assert sorted(n for batch in everything for n in batch) == list(range(COUNT))
-    in_order = batches_of(prepared(first, DataLoader(NUMBERS, COUNT), members=one, name="line")[2])
-    assert in_order[0] == [(in_order[0][0] + n) % COUNT for n in range(COUNT)]
+    assert run(running, 16) + run(running, 99) == expected
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -298,6 +258,12 @@ REFUSED_LOADERS = {
     "Endless.*optimizer.next_step": lambda: DataLoader(Endless(), 2),
     "WeightedRandomSampler": lambda: DataLoader(
         NUMBERS, 2, sampler=torch.utils.data.WeightedRandomSampler([1.0] * COUNT, 5)
+    ),
+    "SubsetRandomSampler.*utils.data.Subset": lambda: DataLoader(
+        NUMBERS, 2, sampler=torch.utils.data.SubsetRandomSampler(range(9))
+    ),
+    "SequentialSampler of its own": lambda: DataLoader(
+        NUMBERS, 2, sampler=torch.utils.data.SequentialSampler(range(9))
     ),
     "RandomSampler of its own": lambda: DataLoader(
         NUMBERS, 2, sampler=torch.utils.data.RandomSampler(NUMBERS, num_samples=5)

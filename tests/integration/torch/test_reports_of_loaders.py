@@ -35,7 +35,6 @@ pytestmark = [
     pytest.mark.extras,
     pytest.mark.skipif(bool(MISSING), reason="make test-extras installs them"),
 ]
-LOADER = pytest.mark.xfail(reason="the loader of prepare keeps no account of samples", strict=False)
 LOOP = """
 for epoch in loader.epochs(2):
     for indices, in loader:
@@ -99,7 +98,6 @@ fit(loader, max_epochs=10, callbacks=[shardwell.torch.LightningCallback(max_step
 )
 
 
-@LOADER
 @pytest.mark.parametrize("text", [ACCELERATE, FITTED], ids=["accelerate", "lightning"])
 def test_a_loader_that_a_framework_prepares_again_keeps_its_place(cluster, connect, text) -> None:
     """huggingface/accelerate#2627, ray-project/ray#22108: a loader that is prepared twice is to
@@ -140,7 +138,6 @@ def test_a_program_that_starts_again_between_epochs_begins_the_next_one(cluster,
     assert visits(connect, running) == [2.0] * COUNT
 
 
-@LOADER
 @pytest.mark.parametrize("count", [25, 27, 32, 3])
 def test_ranks_share_any_number_of_samples_without_repeats(cluster, count) -> None:
     """pytorch/pytorch#49180: where samples can't be divided evenly, none is seen twice to fill up,
@@ -150,7 +147,6 @@ def test_ranks_share_any_number_of_samples_without_repeats(cluster, count) -> No
     assert len(by_rank[0]) == len(by_rank[1])
 
 
-@LOADER
 def test_accumulation_that_does_not_divide_an_epoch_loses_none_of_it(cluster, connect) -> None:
     """Lightning-AI/pytorch-lightning#19987: batches at an epoch's end that are no whole step count
     like all others. What Lightning drops at the end of an epoch that a kill has cut is dealt again.
@@ -172,7 +168,6 @@ fit(loader, max_epochs=9, accumulate_grad_batches=4, callbacks=[callback])
     assert sorted(set(visits(connect, running))) == [3 / 4, 4 / 4]  # these are the next epoch's
 
 
-@LOADER
 def test_a_loop_that_breaks_early_goes_on_with_the_rest_of_the_epoch(cluster, connect) -> None:
     """Lightning-AI/litData#649: after a break, the next `for` over the loader has the samples that
     are left, and not those at the epoch's beginning again."""
@@ -195,7 +190,6 @@ while optimizer.next_step < 14:
     assert visits(connect, running) == [2.0] * COUNT
 
 
-@LOADER
 def test_a_look_at_one_batch_moves_no_rank_into_another_epoch(cluster) -> None:
     """pytorch/pytorch#1917: a single batch is to be had without a loop over the loader: before the
     training, between its epochs and behind it, on one rank alone."""

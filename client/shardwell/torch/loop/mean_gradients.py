@@ -241,7 +241,7 @@ class MeanGradients(Connected):
         if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in self._tensors]:
             self._tensors, self._flat = tensors, _zeros(tensors)  # a group was added
             self._backward.close()
-            self._backward = BackwardWatch(tensors)
+            self._backward = BackwardWatch(tensors, self._backward.loader)
         flat = self._flat
         flat.zero_()
         places = _places(flat, tensors)
@@ -260,11 +260,18 @@ class MeanGradients(Connected):
         # As large as the gradients, beside which a codec of few bits would round 1 up or them down.
         flags[own] = float(flat.abs().max()) or 1.0
         flags[-1] = 0.0 if loss is None else loss
+        batches = self._backward.batches
         if not math.isfinite(float(flat.sum())) and not bool(flat.isfinite().all()):
             flat.zero_()
             flags[-_EXTRA_COUNT] = 1.0
+            batches = ()
         array: Float32 = flat.numpy()
-        self.sync.sync_gradients(array, sample_count=count)
+        if isinstance(self.sync, ServerSync):
+            self.sync.sync_gradients(array, sample_count=count, batch=batches)
+            self._backward.note_given(batches)
+            self._backward.give_back()
+        else:
+            self.sync.sync_gradients(array, sample_count=count)
         self._non_finite = bool(flags[-_EXTRA_COUNT] > 0)
         if self._clip_norm and not self._non_finite:
             clip(array[: -flags.numel()], self._clip_norm)

@@ -21,13 +21,19 @@ from shardwell.parameter.parameter import Parameter
 from shardwell.process.environment import variable
 from shardwell.rpc.session import unique_worker_id
 from shardwell.specs.checks import check_number
-from shardwell.torch.loop.mean_gradients import mean_gradients
+from shardwell.specs.samples import Samples
+from shardwell.torch.loop.mean_gradients import MeanGradients, mean_gradients
 from shardwell.torch.loop.rules import shards_rule
-from shardwell.torch.loop.shares import Share, SharedLoader, check_loader
+from shardwell.torch.loop.shares import (
+    OwnDeals,
+    SharedBatches,
+    SharedLoader,
+    batch_count,
+    samples_of,
+)
 from shardwell.torch.mistakes import check_model, described
 from shardwell.torch.optimizer import ServerOptimizer
 from shardwell.torch.untrained import hand_over_model
-from shardwell.training.gradient_sync import ServerSync
 
 _LOG = logging.getLogger("shardwell")
 _CALL = "model, optimizer, loader = shardwell.torch.prepare(model, optimizer, loader)"
@@ -70,16 +76,18 @@ def prepare(
             steps with `mean_gradients`: a worker that is killed ends that training, which goes on
             from a checkpoint of yours; a log line says so, and why. Schedulers may be made of it,
             or of the one that is returned. A ServerOptimizer is taken as it is.
-        loader: A plain DataLoader. The one that is returned deals each epoch among the workers, as
-            torch's DistributedSampler does: batches keep their size, and an epoch has fewer. It
-            shuffles anew each epoch, without set_epoch. With `members`, each worker goes through
-            all data in an order of its own, and an epoch ends with the cluster's step: all of its
-            batches, divided by the members' `reference_count`. Default: none, and None is returned.
+        loader: A plain DataLoader. Of the one that is returned each sample counts once an epoch, on
+            all workers: the shards deal its batches, and a sample has counted as the gradient has
+            that it is in. Batches keep their size, so each worker has fewer of them. It shuffles
+            anew each epoch, without set_epoch. What a lost worker had is dealt again, and another
+            batch size or crew goes on with the rest. In asynchronous mode, of which no account is
+            kept, each worker goes through all data in an order of its own. Default: none, and None
+            is returned.
         client: Made by `shardwell.connect`, and the caller's to close. Default: a client of
             $SHARDWELL_SHARDS that the end of the program closes. Its worker id is
             $SHARDWELL_WORKER_ID, or made of `name` and rank, or a new one with `members`.
-        gradient_accumulation_steps: Backward passes before each `step`, for the place in the data
-            at which a worker goes on that is started again.
+        gradient_accumulation_steps: Backward passes before each `step`; in asynchronous mode a
+            worker that is started again finds its place in the data by it. Others need none.
         seed: Seed of shuffling, the same on all workers; it is added to that of the loader's
             generator.
         options: Options of `ServerOptimizer`: worker_count (default: as many as the launcher has
@@ -119,8 +127,9 @@ def prepare(
     check_model(model, _CALL)
     if isinstance(loader, SharedLoader):  # a cell of a notebook was run again
         loader = loader.whole
+    samples = None
     if loader is not None:
-        check_loader(loader)  # before anything is made on the cluster
+        samples = samples_of(loader, seed)  # before anything is made on the cluster
     if isinstance(optimizer, ServerOptimizer):
         if options or client is not None:
             raise ArgumentError(
@@ -128,13 +137,12 @@ def prepare(
                 f"{', '.join([*options, *(['client'] if client is not None else [])])}"
             )
         prepared: Any = optimizer
-        counter: ServerOptimizer | ServerSync = optimizer
+        stepper: ServerOptimizer | MeanGradients = optimizer
     else:
-        prepared, counter = _prepared(model, optimizer, client, options)
-    if loader is None:
+        prepared, stepper = _prepared(model, optimizer, client, options)
+    if samples is None:
         return model, prepared, None
-    share = _share(prepared.client, counter, batches_per_step, seed)
-    return model, prepared, SharedLoader(loader, share)
+    return model, prepared, SharedLoader(loader, _batches(stepper, samples, batches_per_step))
 
 
 def _prepared(
@@ -142,7 +150,7 @@ def _prepared(
     optimizer: torch.optim.Optimizer,
     client: Client | None,
     options: dict[str, Any],
-) -> tuple[Any, ServerOptimizer | ServerSync]:
+) -> tuple[Any, ServerOptimizer | MeanGradients]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
             "optimizer must be an optimizer of torch, such as "
@@ -185,7 +193,7 @@ def _on_workers(
     client: Client,
     why: str,
     options: dict[str, Any],
-) -> tuple[Any, ServerOptimizer | ServerSync]:
+) -> tuple[Any, ServerOptimizer | MeanGradients]:
     name = str(options.pop("name", _NAME))
     means = mean_gradients(optimizer, client, name=name, **options)
     sync: Any = means.sync
@@ -209,7 +217,7 @@ def _on_workers(
     )
     hand_over_model(client, f"{name}.first", model)
     optimizer.client = client  # type: ignore[attr-defined]
-    return optimizer, sync
+    return optimizer, means
 
 
 def _crew(options: dict[str, Any]) -> int | None:
@@ -281,21 +289,24 @@ def _hand_over(optimizer: torch.optim.Optimizer, prepared: ServerOptimizer) -> N
     optimizer.register_step_pre_hook(refuse)
 
 
-def _share(
-    client: Client, counter: ServerOptimizer | ServerSync, batches_per_step: int, seed: int
-) -> Share:
-    spec = counter.parameter.spec
-    by_id = spec.members is not None or spec.mode == "async"
-    worker_count = 1
-    if not by_id:
-        worker_count = client.worker_count
-    elif spec.members is not None:
+def _batches(
+    stepper: ServerOptimizer | MeanGradients, samples: Samples, batches_per_step: int
+) -> SharedBatches:
+    """Returns the batches of a worker, which go with the gradients of its optimizer."""
+    of: Any = stepper if isinstance(stepper, ServerOptimizer) else stepper.sync
+    spec = of.parameter.spec  # which push_weights() makes another
+    is_counted = spec.mode == "sync"
+    is_fixed = is_counted and spec.members is None
+    worker_count = spec.worker_count if is_fixed else 1
+    if spec.members is not None:
         worker_count = spec.members.reference_count or 1
-    return Share(
-        next_step=lambda: counter.parameter.next_step,
-        rank=0 if by_id else client.rank,
-        worker_count=worker_count,
-        worker_id=client.worker_id if by_id else "",
-        batches_per_step=batches_per_step,
-        seed=seed,
-    )
+    count_of = functools.partial(batch_count, samples, worker_count, is_fixed)
+    own = None
+    if not is_counted:
+        own = OwnDeals(samples, of.client.worker_id, of.next_step * batches_per_step)
+    found = SharedBatches(samples, lambda: own or of.parameter, count_of, is_counted=is_counted)
+    if isinstance(stepper, ServerOptimizer):
+        stepper._step.backward.feed(found)
+    else:
+        stepper._backward.feed(found)
+    return found

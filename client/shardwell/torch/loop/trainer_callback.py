@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from shardwell.torch.loop.progress import StepProgress
+from shardwell.torch.loop.shares import SharedLoader
 
 _transformers: Any = importlib.import_module("transformers")
 _REPORTED = ("loss", "eval_loss", "grad_norm")
@@ -46,6 +47,9 @@ class TrainerCallback(StepProgress, _transformers.TrainerCallback):  # type: ign
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins to count steps."""
+        loader = kwargs.get("train_dataloader")
+        if isinstance(loader, SharedLoader):  # the Trainer ends where an epoch has no batch
+            loader.go_on_to(state.num_train_epochs)
         self._begin([kwargs["optimizer"]] if kwargs.get("optimizer") else [])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
