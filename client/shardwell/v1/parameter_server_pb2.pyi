@@ -547,12 +547,14 @@ class DealSamplesRequest(_message.Message):
         STAGE_END: _ClassVar[DealSamplesRequest.Stage]
         STAGE_SETTLE: _ClassVar[DealSamplesRequest.Stage]
         STAGE_LOAD: _ClassVar[DealSamplesRequest.Stage]
+        STAGE_LOOK: _ClassVar[DealSamplesRequest.Stage]
     STAGE_UNSPECIFIED: DealSamplesRequest.Stage
     STAGE_DEAL: DealSamplesRequest.Stage
     STAGE_RETURN: DealSamplesRequest.Stage
     STAGE_END: DealSamplesRequest.Stage
     STAGE_SETTLE: DealSamplesRequest.Stage
     STAGE_LOAD: DealSamplesRequest.Stage
+    STAGE_LOOK: DealSamplesRequest.Stage
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
@@ -590,7 +592,7 @@ class DealSamplesRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[DealSamplesRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., tenure: _Optional[int] = ..., dataset: _Optional[_Union[Dataset, _Mapping]] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., batch_count: _Optional[int] = ..., limit: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., is_partial: bool = ..., account: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., whole_before: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class DealSamplesResponse(_message.Message):
-    __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "data", "whole_before", "done_before", "free_count", "crc32c")
+    __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "data", "whole_before", "done_before", "free_count", "counted", "crc32c")
     class Batch(_message.Message):
         __slots__ = ("ranges",)
         RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -603,6 +605,15 @@ class DealSamplesResponse(_message.Message):
         worker_id: str
         tenure: int
         def __init__(self, worker_id: _Optional[str] = ..., tenure: _Optional[int] = ...) -> None: ...
+    class Counted(_message.Message):
+        __slots__ = ("worker_id", "data", "ranges")
+        WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+        DATA_FIELD_NUMBER: _ClassVar[int]
+        RANGES_FIELD_NUMBER: _ClassVar[int]
+        worker_id: str
+        data: str
+        ranges: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, worker_id: _Optional[str] = ..., data: _Optional[str] = ..., ranges: _Optional[_Iterable[int]] = ...) -> None: ...
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
     OUT_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -613,6 +624,7 @@ class DealSamplesResponse(_message.Message):
     WHOLE_BEFORE_FIELD_NUMBER: _ClassVar[int]
     DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
     FREE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     batches: _containers.RepeatedCompositeFieldContainer[DealSamplesResponse.Batch]
     again: DealSamplesResponse.Batch
@@ -624,8 +636,9 @@ class DealSamplesResponse(_message.Message):
     whole_before: int
     done_before: int
     free_count: int
+    counted: _containers.RepeatedCompositeFieldContainer[DealSamplesResponse.Counted]
     crc32c: int
-    def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., data: _Optional[str] = ..., whole_before: _Optional[int] = ..., done_before: _Optional[int] = ..., free_count: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., data: _Optional[str] = ..., whole_before: _Optional[int] = ..., done_before: _Optional[int] = ..., free_count: _Optional[int] = ..., counted: _Optional[_Iterable[_Union[DealSamplesResponse.Counted, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SamplesStatus(_message.Message):
     __slots__ = ("dataset", "epoch", "done_count", "out_count", "free_count", "left_out_count", "partial_count", "partial")

@@ -52,6 +52,11 @@ from shardwell_server.shard.parameter.slice import ParameterSlice
 from shardwell_server.shard.shard import Shard
 
 _NO_WAIT_S = 1e-6
+_DEAL_RIGHTS = {
+    pb.DealSamplesRequest.STAGE_LOAD: Right.CREATE,
+    pb.DealSamplesRequest.STAGE_LOOK: Right.READ,
+}
+"""Stages that are about no worker; others need CONTRIBUTE."""
 _TROUBLE_COUNT_MAX = 16
 _STATUS_SIZE_MAX_BYTES = 2**19
 """Most bytes of the parameters in one answer, except one that is larger alone."""
@@ -196,10 +201,9 @@ class ParameterServerService:
         return pb.ReportResponse()
 
     def deal_samples(self, request: pb.DealSamplesRequest, call: Call) -> pb.DealSamplesResponse:
-        is_load = request.stage == pb.DealSamplesRequest.STAGE_LOAD
-        right = Right.CREATE if is_load else Right.CONTRIBUTE
+        right = _DEAL_RIGHTS.get(request.stage, Right.CONTRIBUTE)
         parameter = self._named(request, call, right)
-        if not is_load:
+        if request.stage not in _DEAL_RIGHTS:
             check_name("worker_id", request.worker_id)
         return checksum.seal(parameter.deal(request))
 

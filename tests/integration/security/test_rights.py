@@ -113,6 +113,7 @@ def _change(name: str, **fields: Any) -> Callable[..., dict[str, Any]]:
 MARK = int(names_pb2.DeleteRequest.STAGE_MARK)
 DEAL = int(parameter_server_pb2.DealSamplesRequest.STAGE_DEAL)
 LOAD = int(parameter_server_pb2.DealSamplesRequest.STAGE_LOAD)
+LOOK = int(parameter_server_pb2.DealSamplesRequest.STAGE_LOOK)
 STREAM_OPEN, TABLE_OPEN = types_pb2.StreamOpen, table_pb2.TableOpen
 ROWS: dict[str, list[Row]] = {
     "ParameterServerService/CreateParameter": [
@@ -179,6 +180,7 @@ ROWS: dict[str, list[Row]] = {
             Code.INVALID_ARGUMENT,
         ),
         Row("create", _named("parameter", "prod-p", stage=LOAD), Code.INVALID_ARGUMENT),
+        Row("read", _named("parameter", "prod-p", stage=LOOK)),
     ],
     "ParameterServerService/GetContributions": [
         Row("read", _named("parameter", "prod-p"), Code.INVALID_ARGUMENT)

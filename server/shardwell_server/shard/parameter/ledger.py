@@ -477,6 +477,12 @@ class Ledger:
         partial = [each.ranges for each in self.partial if each.step >= version]
         return without(self.done, united(*later, *partial))
 
+    def of_step(self, step: int) -> list[Counted] | None:
+        """Returns what has counted in a step, in order; None: it is too long ago."""
+        if step < self._known_from:
+            return None
+        return self.steps.get(step, []) + [each for each in self.open if each.step == step]
+
     def counted_by(self, worker_id: str, step: int) -> NumberRanges:
         """Returns what a worker of a fixed crew has given in a step that chunk 0 counted."""
         return self._counted_by(Holder(worker_id, 0), step)

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from shardwell.errors import ArgumentError, StorageError
+from shardwell.errors import ArgumentError, StepOrderError, StorageError
 from shardwell.placement.ranges import NumberRanges, flat, paired, united
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import ParameterSpec
@@ -36,6 +36,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.shard.parameter.ledger import (
     POSITION_MAX,
+    STEP_COUNT_MAX,
     Counted,
     Dataset,
     Event,
@@ -344,6 +345,26 @@ class Samples:
             self._ledgers = {name: ledger for name, (_, ledger) in made.items()}
 
     # Status.
+
+    def of_step(self, step: int) -> pb.DealSamplesResponse:
+        """Returns what a step of chunk 0 has, for people; its lock is held."""
+        response = pb.DealSamplesResponse()
+        with self._lock:
+            for name, ledger in self._ledgers.items():
+                ledger.advance(self._version)
+                found = ledger.of_step(step) if step <= self._version else None
+                if found is None:
+                    raise StepOrderError(
+                        f"step {step} of parameter {self._spec.name!r} is not among those whose "
+                        f"samples {name!r} are known: the open one, {self._version}, and the last "
+                        f"{STEP_COUNT_MAX} that closed since shard 0 began; ask for one of these",
+                        parameter=self._spec.name,
+                    )
+                for each in found:
+                    response.counted.add(
+                        worker_id=each.holder.worker_id, data=name, ranges=flat(each.ranges)
+                    )
+        return response
 
     def describe(self) -> Iterator[pb.SamplesStatus]:
         """Yields the datasets' accounts; chunk 0's lock need not be held."""

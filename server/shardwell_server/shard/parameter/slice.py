@@ -310,7 +310,8 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
 
         Raises:
             ArgumentError, SpecMismatchError: as DealSamples says.
-            StepOrderError: the tenure of a member that asks for a deal is over.
+            StepOrderError: the tenure of a member that asks for a deal is over, or the samples of
+                a step are not known.
         """
         stages = pb.DealSamplesRequest.Stage
         worker_id, tenure = request.worker_id, request.tenure
@@ -333,6 +334,8 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         response = pb.DealSamplesResponse()
         with self._chunks[0].changed.lock:
             match request.stage:
+                case stages.STAGE_LOOK:
+                    return self.samples.of_step(request.step)
                 case stages.STAGE_DEAL:
                     if self.spec.members is not None and request.batch_count and not is_member:
                         raise StepOrderError(
