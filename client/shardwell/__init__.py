@@ -83,6 +83,7 @@ from shardwell.rpc.shard_status import (
     LearnerStatus,
     MemberStatus,
     ParameterStatus,
+    SamplesStatus,
     ShardStatus,
     TableStatus,
 )
@@ -209,6 +210,7 @@ __all__ = [
     "RowOutcome",
     "RowWiseAdagrad",
     "Samples",
+    "SamplesStatus",
     "SeatsTakenError",
     "ServerSync",
     "SessionEndedError",

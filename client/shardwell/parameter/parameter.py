@@ -36,6 +36,7 @@ from shardwell.process.spans import Traffic
 from shardwell.rpc.call_scope import JointTurn
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
+from shardwell.rpc.shard_status import SamplesStatus, ask_parameters
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.specs.samples import Samples
@@ -519,6 +520,21 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         return begun
 
     # Samples.
+
+    @property
+    def samples(self) -> dict[str, SamplesStatus]:
+        """The account of its samples, by the name of each dataset, as shard 0 has it now.
+
+        Raises:
+            ShardwellError: shard 0 does not answer in time.
+        """
+
+        def ask(attempts: Attempts) -> dict[str, SamplesStatus]:
+            answer = ask_parameters(self._shards.channels[0], attempts.rest_s, self.name)
+            found = [each for status in answer.parameters for each in status.samples]
+            return {each.dataset.name: SamplesStatus.from_proto(each) for each in found}
+
+        return self._calls.run(lambda attempts: attempts.run(lambda: ask(attempts)), in_turn=False)
 
     def batches(
         self,

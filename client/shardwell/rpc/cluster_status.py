@@ -19,6 +19,7 @@ from shardwell.rpc.shard_status import (
     MemberState,
     MemberStatus,
     ParameterStatus,
+    SamplesStatus,
     ShardStatus,
     TableStatus,
 )
@@ -80,6 +81,8 @@ class Row:
     dim: int | None = None
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
     learners: tuple[LearnerStatus, ...] = ()
+    samples: tuple[SamplesStatus, ...] = ()
+    """The accounts of its samples, a dataset each."""
     fragments: list[str] = dataclasses.field(default_factory=list)
     """Names of a family's parameters."""
     fragment_count: int = 0
@@ -178,6 +181,7 @@ def _own_fields(parts: Sequence[Status]) -> dict[str, Any]:
         "ready": all(part.initialized for part in parameters),
         "late": sum(part.late_chunk_count for part in parameters),
         "figures": {name: value for p in parameters for name, value in p.figures.items()},
+        "samples": tuple(each for part in parameters for each in part.samples),
     }
 
 
@@ -207,6 +211,7 @@ def _family_row(family: Family[Status]) -> Row:
         marked=any(row.marked for row in rows),
         late=sum(row.late for row in rows),
         figures={name: value for row in rows for name, value in row.figures.items()},
+        samples=tuple(each for row in rows for each in row.samples),
         fragments=family.names,
         fragment_count=family.count,
         versions=versions,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from shardwell.errors import CorruptChunkError, ShardwellError, WrongShardError
+from shardwell.placement.ranges import NumberRanges
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import TIMEOUT_S_MIN
 from shardwell.specs.learner import LearnerProgress
@@ -157,6 +158,65 @@ class LearnerStatus(Record[pb.LearnerStatus]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartialSamples(Record[pb.PartialSamples]):
+    """The samples of a gradient that has counted in some chunks, and will in no others."""
+
+    worker_id: str
+    step: int
+    ranges: NumberRanges
+    """Their positions: the first of each range, and the one behind its last."""
+
+    FORMS: ClassVar[Mapping[str, Any]] = {
+        "ranges": Form(
+            lambda found: tuple(
+                (start, start + size)
+                for start, size in zip(found.ranges[::2], found.ranges[1::2], strict=False)
+            )
+        ),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesStatus(Record[pb.SamplesStatus]):
+    """The account of a dataset's samples: which of its epoch have counted.
+
+    Examples:
+        >>> net = client.parameter("account", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net.init(np.zeros(3))
+        >>> batches = net.batches(shardwell.Samples(10, batch_size=4, shuffle=False), epochs=1)
+        >>> weights = net.exchange(np.ones(3), batch=next(batches))
+        >>> found = net.samples["train"]
+        >>> found.epoch, found.done_count, found.free_count
+        (0, 4, 6)
+    """
+
+    name: str
+    """The name of the `Samples`."""
+    length: int
+    """Samples of the dataset."""
+    epoch: int
+    """The first epoch of which not all have counted, from 0."""
+    done_count: int
+    """Samples of it that have counted, or were left out."""
+    out_count: int
+    """Those that workers have, or that are in the open step. A fixed crew's are free until then."""
+    free_count: int
+    """The rest of it."""
+    left_out_count: int
+    """Samples of all epochs that were left out, as `drop_last` says."""
+    partial_count: int
+    """Gradients that have counted in some chunks, and will in no others, of all epochs."""
+    partial: tuple[PartialSamples, ...]
+    """The last of these, each with its samples."""
+
+    FORMS: ClassVar[Mapping[str, Any]] = {
+        "name": Form(lambda found: found.dataset.name),
+        "length": Form(lambda found: found.dataset.length),
+        "partial": PartialSamples,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParameterStatus(Record[pb.ParameterStatus]):
     """The part of a parameter that one shard holds.
 
@@ -221,6 +281,8 @@ class ParameterStatus(Record[pb.ParameterStatus]):
     figures: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Of each figure that workers `report`, such as a loss, the mean of the newest step that has
     it, on shard 0."""
+    samples: tuple[SamplesStatus, ...] = ()
+    """The accounts of its workers' samples, by dataset, on shard 0."""
 
     FORMS: ClassVar[Mapping[str, Any]] = {
         "spec": ParameterSpec,
@@ -228,6 +290,7 @@ class ParameterStatus(Record[pb.ParameterStatus]):
         "members": MemberStatus,
         "learners": LearnerStatus,
         "figures": Form(lambda found: {each.name: each.value for each in found.figures}),
+        "samples": SamplesStatus,
     }
 
 

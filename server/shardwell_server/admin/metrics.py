@@ -109,6 +109,13 @@ _LEARNERS = {
     "counted.",
     "shardwell_learner_silent_seconds": "Since a learner said last how far it has come.",
 }
+_SAMPLES = {
+    "shardwell_samples_epoch": "The first epoch of a dataset that has samples left.",
+    "shardwell_samples": "Samples of that epoch, by state: done, out or free.",
+    "shardwell_samples_left_out_total": "Samples of all epochs that were left out.",
+    "shardwell_samples_partial_total": "Gradients whose samples have counted in some chunks, and "
+    "will in no others.",
+}
 _GROUPS = {
     "shardwell_group_ranks": "Ranks that a group is to have.",
     "shardwell_group_missing_ranks": "Ranks that no process has.",
@@ -160,6 +167,7 @@ class _ShardCollector(Collector):
         yield from _families(_NAMES, self._of_names())
         if config.worker_metrics:
             yield from _families(_LEARNERS, self._of_learners())
+        yield from _families(_SAMPLES, self._of_samples())
         yield from _families(_GROUPS, self._of_groups())
 
     def _of_shard(self) -> Iterator[_Sample]:
@@ -248,6 +256,21 @@ class _ShardCollector(Collector):
                 yield "learner_offers_overdue_total", named, said.overdue_count
                 yield "learner_takes_kept_total", named, said.kept_count
                 yield "learner_silent_seconds", named, learner.ago_s
+
+    def _of_samples(self) -> Iterator[_Sample]:
+        for parameter in filter(self._is_named, self._vitals.shard.parameters.all()):
+            for found in parameter.samples.describe():
+                named = {
+                    "kind": "parameter",
+                    "name": parameter.spec.name,
+                    "dataset": found.dataset.name,
+                }
+                yield "samples_epoch", named, found.epoch
+                yield "samples", {**named, "state": "done"}, found.done_count
+                yield "samples", {**named, "state": "out"}, found.out_count
+                yield "samples", {**named, "state": "free"}, found.free_count
+                yield "samples_left_out_total", named, found.left_out_count
+                yield "samples_partial_total", named, found.partial_count
 
     def _of_groups(self) -> Iterator[_Sample]:
         for group in self._vitals.groups():

@@ -222,6 +222,15 @@ function show_learners(status, now) {
   ]);
 }
 
+function show_samples(status) {
+  const datasets = status.parameters.filter(p => !p.ended).flatMap(p => p.samples.map(each => ({ of: p, ...each })));
+  element("sample-part").hidden = !datasets.length;
+  rows("samples", datasets, each => [
+    link("parameter", each.of.name), each.name, whole(each.epoch), whole(each.length),
+    whole(each.done_count), whole(each.out_count), whole(each.free_count), whole(each.left_out_count), whole(each.partial_count),
+  ]);
+}
+
 function show_reports(status) {
   const curves = status.parameters.filter(p => !p.ended).flatMap(p => Object.entries(p.reports).map(([figure, points]) => curve(p.name, figure, points)));
   element("report-part").hidden = !curves.length;
@@ -362,6 +371,7 @@ function show_status(status) {
   show_names(status, now);
   show_workers(status);
   show_learners(status, now);
+  show_samples(status);
   show_shards(status, now);
   show_groups(status);
   show_reports(status);

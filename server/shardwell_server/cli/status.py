@@ -46,6 +46,11 @@ _LEARNER_LEGEND = (
     "hidden: offers travelled while the learner computed; waited: it did nothing else; overdue: "
     "offers whose result came too late; kept: takes that kept uncounted work"
 )
+_SAMPLES_LEGEND = (
+    "done, out, free: samples of the epoch that have counted, that workers have, the rest; left "
+    "out: as drop_last says; partial: gradients that have counted in some chunks, and will in no "
+    "others"
+)
 _TOP_SHARD_LEGEND = "stored: weights, sums and optimizer state; in/s, out/s: payload"
 _TOP_LEGEND = (
     "in the open step, missing: workers whose gradients are in it, and those that it still lacks; "
@@ -71,7 +76,8 @@ def status(
     A parameter or table is one line over all shards, or one for each with --by-shard.
 
     A family of outer training is one line, with the version of each fragment; below are its
-    learners.
+    learners. Datasets whose samples are dealt have a line each, with the epoch, and how many of
+    its samples have counted.
 
     What all workers have left in order is one line, without --all.
 
@@ -154,6 +160,9 @@ def _print_tables(
     if any(row.learners for row, _ in lines):
         screen.print(_learner_table(row for row in rows if row.key not in ended))
         screen.print(legend(_LEARNER_LEGEND))
+    if any(row.samples for row, _ in lines):
+        screen.print(_samples_table(row for row in rows if row.key not in ended))
+        screen.print(legend(_SAMPLES_LEGEND))
     if any(row.kind == "table" for row, _ in lines):
         screen.print(_tables_table(lines, by_shard))
     told = reported(rows)
@@ -181,6 +190,8 @@ def _picture(answers: Sequence[Answer], rates: Rates) -> Group:
         shown += [Text(), Text(f"{ENDED}: {', '.join(name for _, name in ended)}")]
     if any(row.learners for row in rows):
         shown += [_learner_table(rows, rates), legend(_LEARNER_LEGEND)]
+    if any(row.samples for row in rows):
+        shown += [_samples_table(rows), legend(_SAMPLES_LEGEND)]
     return Group(*lines, Text(), *shown)
 
 
@@ -251,6 +262,24 @@ def _learner_table(rows: Iterable[Row], rates: Rates | None = None) -> Table:
                 f"{duration(learner.ago_s)} ago",
             )
     return learners
+
+
+def _samples_table(rows: Iterable[Row]) -> Table:
+    counts = (">done", ">out", ">free", ">left out", ">partial")
+    samples = table("samples", "name", "dataset", ">epoch", *counts)
+    for row in rows:
+        for found in row.samples:
+            samples.add_row(
+                row.name,
+                found.name,
+                str(found.epoch),
+                f"{found.done_count:,} of {found.length:,}",
+                f"{found.out_count:,}",
+                f"{found.free_count:,}",
+                f"{found.left_out_count:,}",
+                f"{found.partial_count:,}",
+            )
+    return samples
 
 
 def _shard_table(answers: Sequence[Answer], rates: Rates | None = None) -> Table:
