@@ -97,7 +97,7 @@ mutants: $(VENV)/.has-test
 	@$(BIN)/python tools/mutants.py
 
 soak: $(VENV)/.has-test
-	@SHARDWELL_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak -s tests/fault/shard/test_kill_nine.py tests/fault/shard/test_elastic_storm.py
+	@SHARDWELL_SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak -s tests/fault/shard/test_kill_nine.py tests/fault/shard/test_elastic_storm.py tests/fault/client/test_visit_counts.py
 
 fuzz: $(VENV)/.has-test
 	@$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=fuzz -m hypothesis tests

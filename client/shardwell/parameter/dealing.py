@@ -265,7 +265,8 @@ class Dealing:
         """Ends batches whose gradient does not leave."""
         for batch in batches:
             if self._taken.pop(id(batch), None) is not None:
-                self._owed.append(Owed(batch.data, batch.tenure, batch.ranges))
+                step = self._next_step()
+                self._owed.append(Owed(batch.data, batch.tenure, batch.ranges, step))
 
     def ended(self, batches: Sequence[Batch], outcome: Outcome, *, carries: bool) -> None:
         """Ends the batches of a step, by what became of its gradient."""
@@ -288,6 +289,11 @@ class Dealing:
             ranges = united(*(batch.ranges for batch in given))
             owed = Owed(given[0].data, given[0].tenure, ranges, outcome.step, is_partial)
             self._owed.append(owed)
+
+    @property
+    def carries(self) -> bool:
+        """True if batches are carried over to the next step."""
+        return bool(self._carried)
 
     @property
     def has_void(self) -> bool:
@@ -319,7 +325,8 @@ class Dealing:
         """Gives back what was dealt and is not in a gradient, as when the worker leaves."""
         with self._lock:
             for waiting in self._dealt.values():
-                self._owed += [Owed(b.data, b.tenure, b.ranges) for b in waiting]
+                step = self._next_step()
+                self._owed += [Owed(b.data, b.tenure, b.ranges, step) for b in waiting]
                 waiting.clear()
             self.tell(attempts)
 

@@ -603,9 +603,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             return may_come
 
         is_elastic = self.spec.members is not None and self.spec.fragment is None
-        if not (is_elastic and self._dealing.out_count):
+        if not (is_elastic and (self._dealing.out_count or self._dealing.carries)):
             return False
-        self.leave(timeout_s=timeout_s)
+        self.leave(timeout_s=timeout_s)  # and what it carries over is free again
         may_come: bool | None = None
         while may_come is None:
             may_come = self._calls.run(look, timeout_s)

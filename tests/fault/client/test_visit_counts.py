@@ -13,7 +13,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -137,18 +137,19 @@ class Visits:
             self.storm.workers.remove(worker)
             assert worker.end() == 0, "\n".join([worker.worker_id, *worker.log])
 
-    def weather(self, seconds: float, pause_s: float = 0.0) -> None:
+    def weather(
+        self, seconds: float, crews: Sequence[int] = (2, 8, 3), pause_s: float = 0.0
+    ) -> None:
         """Has things happen for so long, or until all samples have counted."""
-        until_s = time.monotonic() + seconds
-        for crew in (2, 8, 3):
-            phase_end_s = time.monotonic() + (until_s - time.monotonic()) / (4 if crew > 3 else 2)
+        for crew in crews:
+            phase_end_s = time.monotonic() + seconds / len(crews)
             self.storm.resize(crew)
             while self.storm.workers and time.monotonic() < phase_end_s:
                 self.storm.blow()
                 self.account.look()
                 time.sleep(pause_s)
                 self._drop_ended()
-                if len(self.storm.workers) < 2:
+                if len(self.storm.workers) < min(crews):
                     self.storm.start()
 
     def finish(self) -> np.ndarray:
@@ -193,3 +194,17 @@ def test_more_faults_count_each_sample_once(tmp_path: Path, late: str) -> None:
     with visiting(tmp_path, 2, (*KILLS, "stop"), {**PLAN, **QUORUM, "late": late}) as visits:
         visits.weather(3.0)
         visits.check()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(60 * SOAK_MINUTES + 900)
+def test_long_storms_count_each_sample_once(tmp_path: Path) -> None:
+    """8 workers, a fault each 2 s, 10 epochs of 100,000, as long as the minutes last."""
+    plan = {**PLAN, "length": 100_000, "batch_size": 250, "epochs": 10, "pause_s": 0.0}
+    until_s, seed = time.monotonic() + 60 * SOAK_MINUTES, 100
+    while time.monotonic() < until_s:
+        more = [{}, QUORUM, {**QUORUM, "late": "carry"}][seed % 3]
+        with visiting(tmp_path / f"{seed}", seed, (*KILLS, "stop"), {**plan, **more}) as visits:
+            visits.weather(until_s - time.monotonic(), crews=(8,), pause_s=2.0)
+            visits.check()
+        seed += 1

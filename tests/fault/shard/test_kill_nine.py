@@ -26,6 +26,7 @@ import shardwell
 from harness.data.first_weights_plan import FirstWeightsPlan
 from harness.data.table_plan import TablePlan
 from harness.data.training_plan import TrainingPlan
+from harness.data.visit_plan import VisitPlan
 from harness.faults.random_kills import KillCase, Toll
 from harness.oracles.parameter import integer_gradient
 from harness.polling import Stopwatch
@@ -130,6 +131,12 @@ TABLE_CASES = [
     dataclasses.replace(_OF_ONE, name="rows of one worker, durable seconds", durability="0.05"),
 ]
 
+VISIT_CASES = [
+    KillCase(name="visits", plan=VisitPlan()),
+    KillCase(name="visits, skipped steps", plan=VisitPlan(skip_chance=0.1), shard_count=3),
+    KillCase(name="visits, durable steps", plan=VisitPlan(worker_count=2), durability="step"),
+]
+
 SOAK_MINUTES = float(os.environ.get("SHARDWELL_SOAK_MINUTES") or 10)
 SOAK_THREAD_COUNT = 3
 
@@ -158,6 +165,14 @@ def test_kills_never_change_rows(forked: ForkedCalls, tmp_path: Path, case: Kill
     toll = case.run(forked, tmp_path, seed=_seed(), kill_count=KILL_COUNT)
     print(toll)
     assert toll.kill_count >= KILL_COUNT
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", VISIT_CASES, ids=lambda case: case.name)
+def test_kills_never_change_visits(forked: ForkedCalls, tmp_path: Path, case: KillCase) -> None:
+    toll = case.run(forked, tmp_path, seed=_seed(), kill_count=KILL_COUNT // 2)
+    print(toll)
+    assert toll.kill_count >= KILL_COUNT // 2
 
 
 @pytest.mark.parametrize(
@@ -207,7 +222,10 @@ def test_kills_for_minutes_lose_nothing(forked: ForkedCalls, tmp_path: Path) -> 
         chance = random.Random(seed + thread_index)
         toll = Toll()
         while watch.elapsed_s < 60 * SOAK_MINUTES:
-            case, kill_seed = chance.choice(CASES + TABLE_CASES), chance.randrange(10**9)
+            case, kill_seed = (
+                chance.choice(CASES + TABLE_CASES + VISIT_CASES),
+                chance.randrange(10**9),
+            )
             directory = tmp_path / str(kill_seed)
             found = case.run(forked, directory, seed=kill_seed, kill_count=4 * KILL_COUNT)
             shutil.rmtree(directory)

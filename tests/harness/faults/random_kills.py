@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.data.first_weights_plan import FirstWeightsPlan
 from harness.data.table_plan import TablePlan
 from harness.data.training_plan import TrainingPlan
+from harness.data.visit_plan import NAME as VISITS
+from harness.data.visit_plan import VisitPlan
 from harness.oracles.expected_weights import expected_weights
 from harness.polling import readable
 from harness.programs.forked_cluster import SERVING, ForkedCluster
@@ -200,6 +203,35 @@ class RandomKills:
                 (stored == plan.weights(index, name)).all() for index in range(plan.worker_count)
             ), f"{name} has no worker's first weights: {stored[:5]} ... {stored[-5:]}"
 
+    def count_visits(self, plan: VisitPlan, *, kill_count: int) -> None:
+        """As `train`, in rounds of an epoch: each sample has counted as often as there were rounds.
+
+        With skipped steps, a few may be left over that an epoch has not enough of for all workers:
+        they count in the next. The last round skips none.
+        """
+        self._kill_count_max = kill_count
+        epochs = 0
+        while not epochs or self.toll.kill_count < kill_count:
+            epochs += 1
+            self._visit(plan, epochs, plan.skip_chance)
+            missing = epochs - self._visits(plan)
+            left = missing[0].sum()
+            assert ((missing == 0) | (missing == 1)).all(), np.argwhere(missing)
+            assert left < plan.worker_count if plan.skip_chance else not left, np.argwhere(missing)
+        self._visit(plan, epochs + 1, 0.0)
+        np.testing.assert_array_equal(self._visits(plan), epochs + 1)
+
+    def _visits(self, plan: VisitPlan) -> npt.NDArray[np.float32]:
+        return plan.visits(self.cluster.stored(VISITS))
+
+    def _visit(self, plan: VisitPlan, epochs: int, skip_chance: float) -> None:
+        self._round(
+            range(plan.worker_count),
+            lambda index: self._forked.start(
+                plan.train, self.cluster.target, index, epochs, skip_chance
+            ),
+        )
+
     def _round(self, workers: Iterable[int], start: Callable[[int], ForkedCall]) -> None:
         deadline_s = time.monotonic() + ROUND_TIMEOUT_S
         self._start_worker = start
@@ -317,7 +349,7 @@ class KillCase:
     """Processes that are killed at random."""
 
     name: str
-    plan: TrainingPlan | TablePlan | FirstWeightsPlan
+    plan: TrainingPlan | TablePlan | FirstWeightsPlan | VisitPlan
     steps: int = 40
     """Of a round."""
     shard_count: int = 2
@@ -335,7 +367,9 @@ class KillCase:
                 chunk_size_bytes=self.chunk_size_bytes,
                 durability=self.durability,
             ) as kills:
-                if isinstance(self.plan, FirstWeightsPlan):
+                if isinstance(self.plan, VisitPlan):
+                    kills.count_visits(self.plan, kill_count=kill_count)
+                elif isinstance(self.plan, FirstWeightsPlan):
                     kills.set_first_weights(self.plan, kill_count=kill_count)
                 else:
                     kills.train(self.plan, steps=self.steps, kill_count=kill_count)

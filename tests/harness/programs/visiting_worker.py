@@ -4,7 +4,8 @@ python visiting_worker.py TARGET WORKER_ID PLAN, the last as JSON
 
 The parameter has an element for each sample in each epoch, `copies` times in a row: copies of one
 are in chunks of different shards. A gradient has -1 at those of its batch. Elastic members train by
-a rule that moves an element by 1 where it has a gradient, whatever the others give: see `RULE`.
+a rule that moves an element by 1 where it has a gradient, whatever the others give: a member that
+gives nothing in a step counts in the rate of `reference_count`.
 
 PLAN: `length`, `batch_size`, `epochs`, `copies`, fields of `Elastic`, `min_contributors`,
 `grace_s`, `late`, `pause_s` between two steps, `same_host`. It prints a line a step, and ends once
@@ -25,14 +26,11 @@ import numpy.typing as npt
 import shardwell
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from harness.data.visit_plan import NAME, SIGN
 from harness.programs.commands import Program
 
 PATH = Path(__file__)
-NAME = "visits"
 SEED = 5
-RULE = shardwell.Adam(1.0, beta1=0.0, beta2=0.0)
-"""Without memory Adam's step is the gradient's sign: so a member that gives nothing in a step does
-not change what the others' visits count for, as it does where a rate depends on their number."""
 _ELASTIC = ("min_count", "max_count", "member_return_s", "member_lease_s", "reference_count")
 _OPTIONS = ("min_contributors", "grace_s", "late")
 
@@ -43,7 +41,7 @@ def opened(client: shardwell.Client, plan: dict[str, Any]) -> shardwell.Paramete
     net = client.parameter(
         NAME,
         size=plan["copies"] * plan["epochs"] * plan["length"],
-        optimizer=shardwell.SGD(1.0) if exact else RULE,
+        optimizer=shardwell.SGD(1.0) if exact else SIGN,
         codec="fp32",
         members=shardwell.Elastic(**{name: plan[name] for name in _ELASTIC if name in plan}),
         **{name: plan[name] for name in _OPTIONS if name in plan},

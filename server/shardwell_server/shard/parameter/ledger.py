@@ -206,6 +206,8 @@ class Ledger:
         self.plans: list[Plan] = []
         self.returned: NumberRanges = ()
         """Positions of plans that were given back: the next plan has them."""
+        self._returned_by: dict[str, tuple[int, NumberRanges]] = {}
+        """Of each worker of a fixed crew: the last step in which it gave any back, and these."""
         self.partial: list[Partial] = []
         self.partial_count = 0
         self.left_out_count = 0
@@ -409,18 +411,36 @@ class Ledger:
 
     # Ends.
 
-    def give_back(self, holder: Holder, ranges: NumberRanges) -> None:
-        """Frees positions whose gradient counted nowhere, and will not come."""
+    def give_back(self, holder: Holder, ranges: NumberRanges, step: int = 0) -> None:
+        """Frees positions whose gradient counted nowhere, and will not come in a step."""
         ranges = self._of(holder, ranges)
         if ranges:
-            self._note("returned", **holder._asdict(), ranges=ranges)
-            self._take_back(holder, ranges)
+            self._note("returned", **holder._asdict(), ranges=ranges, step=step)
+            self._take_back(holder, ranges, step)
 
-    def _take_back(self, holder: Holder, ranges: NumberRanges) -> None:
+    def _take_back(self, holder: Holder, ranges: NumberRanges, step: int) -> None:
         if self.leases:
             self._take_from(holder, ranges)
-        else:
-            self.returned = united(self.returned, ranges)
+            return
+        self.returned = united(self.returned, ranges)
+        last, earlier = self._returned_by.get(holder.worker_id, (step, ()))
+        ranges = united(ranges, earlier) if last == step else ranges
+        self._returned_by[holder.worker_id] = step, ranges
+
+    def begin_again(self, worker_id: str, step: int) -> None:
+        """Deals to a worker of a fixed crew once more what it gave back in a step.
+
+        It was started again in that step: so all ranks go on with as many batches.
+        """
+        last, ranges = self._returned_by.get(worker_id, (step, ()))
+        ranges = common(ranges, self.returned)
+        if last == step and ranges:
+            self._note("taken", worker_id=worker_id, ranges=ranges)
+            self._take_again(worker_id, ranges)
+
+    def _take_again(self, worker_id: str, ranges: NumberRanges) -> None:
+        self.returned = without(self.returned, ranges)
+        self._returned_by.pop(worker_id, None)
 
     def _of(self, holder: Holder, ranges: NumberRanges) -> NumberRanges:
         """Returns those of the ranges that are out to a holder."""
@@ -548,8 +568,10 @@ class Ledger:
             yield {"kind": "last", **name, **holder._asdict(), "step": step}
         for holder, ranges in self.out.items():
             yield {"kind": "lease", **name, **holder._asdict(), "ranges": ranges}
-        if self.returned:
-            yield {"kind": "returned", **name, **Holder("", 0)._asdict(), "ranges": self.returned}
+        for worker_id, (step, ranges) in [("", (0, self.returned)), *self._returned_by.items()]:
+            if left := common(ranges, self.returned):
+                holder = Holder(worker_id, 0)
+                yield {"kind": "returned", **name, **holder._asdict(), "ranges": left, "step": step}
 
     def restore(self, event: Event) -> None:
         """Takes an event of an earlier process, in the order of the log."""
@@ -570,7 +592,9 @@ class Ledger:
             case "lease":
                 self._take_lease(holder, ranges)
             case "returned":
-                self._take_back(holder, ranges)
+                self._take_back(holder, ranges, event["step"])
+            case "taken":
+                self._take_again(holder.worker_id, ranges)
             case "partial":
                 self._take_partial(holder, event["step"], ranges)
             case "left_out":

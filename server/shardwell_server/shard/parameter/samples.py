@@ -217,6 +217,8 @@ class Samples:
                     drops_last=request.drop_last,
                 )
             else:
+                if not request.ranges:
+                    ledger.begin_again(holder.worker_id, request.step)
                 again = ledger.counted_by(holder.worker_id, request.step)
                 response.again.ranges.extend(flat(again))
                 way = Way(rank[1], request.batch_size, request.drop_last)
@@ -270,7 +272,7 @@ class Samples:
             if request.is_partial:
                 ledger.end_partly(holder, request.step, ranges)
             else:
-                ledger.give_back(holder, ranges)
+                ledger.give_back(holder, ranges, request.step)
             self._compact()
 
     def last_given(self, holder: Holder) -> tuple[str, Given]:

@@ -29,7 +29,7 @@ from shardwell.errors import ArgumentError, StorageError
 from shardwell.placement.ranges import NumberRanges, flat, paired, united
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell_server.shard.parameter.ledger import POSITION_MAX, Holder, Ledger
+from shardwell_server.shard.parameter.ledger import POSITION_MAX, Dataset, Holder, Ledger, Way
 from shardwell_server.shard.parameter.samples import Samples
 from shardwell_server.store.contract import ChunkRecord
 
@@ -783,3 +783,25 @@ class FixedMachine(CountingMachine):
 
 
 TestFixed, TestFixedLong = cases(FixedMachine, max_examples=240, step_count=50)
+
+
+def test_a_rank_that_begins_a_step_again_is_dealt_what_it_gave_back_in_it() -> None:
+    events: list[Any] = []
+    data = Dataset(name=DATA, length=12, seed=0, shuffles=False)
+    ledger = Ledger(data, events.append, leases=False)
+
+    def dealt(rank: int) -> NumberRanges:
+        found = ledger.planned(rank, Way(2, 2, False), 1, 12, (), is_alone=False)
+        return found[0] if found else ()
+
+    first = dealt(0)
+    ledger.give_back(Holder("w0", 0), first, step=4)
+    ledger.begin_again("w0", 5)
+    assert dealt(0) != first
+    again = Ledger(data, events.append, leases=False)
+    for event in list(ledger.events()):
+        again.restore(json.loads(json.dumps(event)))
+    for each in (again, ledger):
+        each.begin_again("w0", 4)
+        assert not each.returned
+    assert dealt(0) == first
