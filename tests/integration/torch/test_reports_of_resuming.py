@@ -38,7 +38,6 @@ pytestmark = [
     pytest.mark.extras,
     pytest.mark.skipif(bool(MISSING), reason="make test-extras installs them"),
 ]
-LOADER = pytest.mark.xfail(reason="the loader of prepare keeps no account of samples", strict=False)
 STATE = pytest.mark.xfail(
     reason="prepare takes no schedule=, scaler= and state= that the shards keep", strict=True
 )
@@ -83,7 +82,6 @@ def test_a_program_that_is_killed_between_epochs_makes_the_next_one_whole(cluste
     assert [line for line in program.lines if line.startswith("EPOCH")] == ["EPOCH 1"]
 
 
-@LOADER
 def test_a_trainer_goes_on_with_another_batch_size(cluster, connect, tmp_path) -> None:
     """huggingface/transformers#43708: with another per_device_train_batch_size, a resumed Trainer
     trains the samples that are left, and makes the steps that these are."""
@@ -131,7 +129,6 @@ Trainer(
     assert weights_of(connect, running)["inner.visits"].tolist() == [2.0] * COUNT
 
 
-@LOADER
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
 def test_what_an_elastic_worker_had_when_it_ended_is_trained_by_others(cluster, end) -> None:
     """horovod/horovod#3399, meta-pytorch/torchft#58: no sample is trained twice in an epoch, and
