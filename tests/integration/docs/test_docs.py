@@ -33,7 +33,7 @@ PAGES = [
     *(f"docs/{name}.md" for name in (
         "pytorch", "jax", "parameters", "groups", "tables", "checkpoints", "durability", "machines",
         "compose", "guarantees", "errors", "performance", "wire", "architecture", "security",
-        "operations", "runbook", "ray", "members", "outer", "faq", "concepts/README",
+        "operations", "runbook", "ray", "samples", "members", "outer", "faq", "concepts/README",
         "concepts/step", "concepts/late-worker", "concepts/shard-files", "concepts/threads",
     )),
 ]  # fmt: skip
@@ -86,6 +86,7 @@ PRINTED = {
     "shardwell run -n 2 -- python own_cluster.py": r"(\[[01]\] 0\.9\d*\n?){2}",
     "python elastic_group.py": rf"{ONES} 1",
     "docs/groups.md 3": rf"\d\.\d+(e-\d+)? {ONES}",
+    "python counted.py w1": "epoch 5: 0 of 1000, partial: 0",
     "python elastic.py w1": ONES,
     "python learner.py w1": ONES,
     "docs/outer.md 4": r"loss 0\.[01]\d*",
