@@ -1,12 +1,14 @@
 """What bounds a small step on one machine, for docs/performance.md: bare messages, and ours.
 
     python benchmarks/small_step.py [--turns 15]
+    python benchmarks/small_step.py --samples 10         what the account of samples costs
 
 One worker, two servers, each a process; in turns, each turn 100 calls. A message of 60 bytes to
 each server and back: over gRPC's open streams; over Unix sockets, whose servers are asyncio's, as a
 shard's are; and the same by another thread of the worker, to which its caller hands it over and
 which it waits for, as a client's call does, whom no signal may break. Then `exchange` of 10
-elements. CPU is the processor time of the worker and of both servers.
+elements. CPU is the processor time of the worker and of both servers. With --samples: `exchange` of
+so many elements with batches of 32 samples, beside one without, on two shards with files.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import select
 import signal
 import socket
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -141,10 +144,43 @@ def exchange(cluster: LocalCluster, client: shardwell.Client) -> Side:
     return Side("exchange of 10 elements", lambda: net.exchange(gradient, out=out), pids)
 
 
+def compare_samples(size: int, turns: int) -> None:
+    """Prints the time of a step with samples, in those of one without."""
+    call_count = CALL_COUNT if size < 100_000 else 2
+    gradient, out = np.ones(size, np.float32), np.zeros(size, np.float32)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        LocalCluster(2, processes=True, data_dir=directory) as cluster,
+        shardwell.connect(cluster.target, worker_id="w0") as client,
+    ):
+        nets = [
+            client.parameter(f"net{i}", size=size, optimizer=shardwell.SGD(0.01)) for i in (0, 1)
+        ]
+        for net in nets:
+            net.init(np.zeros(size, np.float32))
+        batches = nets[1].batches(shardwell.Samples(2**30))
+        for turn in range(turns + 1):
+            for has_samples, net in zip(times, nets, strict=True):
+                began_s = time.perf_counter()
+                for _ in range(call_count):
+                    net.exchange(gradient, batch=next(batches) if has_samples else (), out=out)
+                if turn:  # the first one warms up
+                    times[has_samples].append((time.perf_counter() - began_s) / call_count)
+    ratio = statistics.median(a / b for a, b in zip(times[True], times[False], strict=True))
+    without_us, with_us = (statistics.median(found) * 1e6 for found in times.values())
+    print(f"{size} elements: {without_us:.0f} us, with samples {with_us:.0f} us, ratio {ratio:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=15)
-    turns = parser.parse_args().turns
+    parser.add_argument("--samples", type=int, metavar="ELEMENTS")
+    arguments = parser.parse_args()
+    turns = arguments.turns
+    if arguments.samples:
+        compare_samples(arguments.samples, turns)
+        return
     message = payload(MESSAGE_BYTES)
     with contextlib.ExitStack() as stack:
         ports, grpc_pids = stack.enter_context(serving(2, tuned=True))
