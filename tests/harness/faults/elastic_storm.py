@@ -32,7 +32,7 @@ class Storm(Generic[WorkerT]):
         start: Starts a worker by its name.
         start_shard_again: Kills a shard and starts it again, by its index.
         shard_count: Shards.
-        seed: Of all that is drawn.
+        seed: Seed of all that is drawn.
         kinds: What may happen, besides what `more` has. "lose" is a kill of one that stays away.
         more: Other blows by name.
     """
