@@ -124,7 +124,7 @@ def after_power_loss(image: Image, synced: Mapping[str, bytes]) -> Image:
         directory, _, file = name.rpartition("/")
         if "/image-" in name:
             continue
-        if contents and (file.startswith("journal-") or file == "events"):
+        if contents and (file.startswith("journal-") or file in ("events", "samples")):
             found[name] = synced.get(name, b"")
         elif contents and file in MAPPED:
             scrambled = b"\x5a" * len(contents)

@@ -462,17 +462,26 @@ class Samples:
         kind = event["kind"]
         if kind == "gave":
             holder, step = Holder(event["worker_id"], event["tenure"]), event["step"]
-            seat = self._crew.find(holder.worker_id)
-            marks = [] if seat is None or seat.tenure.number != holder.tenure else seat.last_step
-            chunks = {index for index, last in enumerate(marks) if last >= step}
-            chunks -= {0} if self.has_first_chunk else set()
-            self._take_gave(holder, _Gave(step, event["data"], united(event["ranges"]), chunks))
+            chunks = self._chunks_with(holder, step)
+            if chunks != set():  # else none has counted it, or power was lost since
+                gave = _Gave(step, event["data"], united(event["ranges"]), chunks or set())
+                self._take_gave(holder, gave)
         elif kind == "void":
             self._forget_from(event["step"], event["order"])
         elif kind == "state":
             self._ledgers[event["data"]] = self._restored(event)
         else:
             self._ledgers[event["data"]].restore(event)
+
+    def _chunks_with(self, holder: Holder, step: int) -> set[int] | None:
+        """Returns the chunks but the first that a member's step counted in; None: it is unknown."""
+        if step > max(record.version for record in self._tracker.records):
+            return set()
+        seat = self._crew.find(holder.worker_id)
+        if seat is None or seat.tenure.number != holder.tenure:
+            return None
+        others = range(int(self.has_first_chunk), len(seat.last_step))
+        return {index for index in others if seat.last_step[index] >= step}
 
     def _forget_from(self, step: int, order: int) -> bool:
         found = [ledger.forget_from(step, order) for ledger in self._ledgers.values()]

@@ -805,3 +805,35 @@ def test_a_rank_that_begins_a_step_again_is_dealt_what_it_gave_back_in_it() -> N
         each.begin_again("w0", 4)
         assert not each.returned
     assert dealt(0) == first
+
+
+def machine_of(kind: type[Any], holder: Holder) -> Any:
+    """A machine whose one worker was dealt batches of two."""
+    machine = kind()
+    machine.worker_count = 1 if kind is FixedMachine else kind.worker_count
+    machine.begin(6, 2, drop_last=False)
+    for shard in machine.shards:
+        shard.seat(holder)
+    machine.shards[0].samples.deal(machine.deal_request(holder), (0, 1), {})
+    return machine
+
+
+def test_samples_whose_gradient_the_record_lacks_have_not_counted() -> None:
+    holder = Holder("w0", 0)
+    machine = machine_of(FixedMachine, holder)
+    machine.contribute(Given(holder, 0, ((0, 2),)), FIRST, "killed before it counts")
+    assert machine.ledger.open == []
+    machine.contribute(Given(holder, 0, ((0, 2),)), FIRST)
+    assert [each.ranges for each in machine.ledger.open] == [((0, 2),)]
+
+
+def test_samples_of_a_lost_member_that_another_shard_has_counted_are_not_dealt_again() -> None:
+    holder = Holder("w0", 1)
+    machine = machine_of(ElasticMachine, holder)
+    machine.contribute(Given(holder, 0, ((0, 2),)), (1, 0))
+    for shard in machine.shards:
+        shard.living.clear()
+    machine.settle(holder)
+    assert machine.ledger.done == ((0, 2),)
+    assert [each.ranges for each in machine.ledger.partial] == [((0, 2),)]
+    assert not machine.ledger.out
