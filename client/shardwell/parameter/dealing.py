@@ -42,7 +42,7 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 
 POSITION_MAX = 2**62
-_BATCH_COUNT = 8
+_BATCH_COUNT = 32
 """Batches that one call asks for."""
 _Stage = pb.DealSamplesRequest
 
@@ -194,12 +194,15 @@ class Dealing:
         answer = self._call(self._channels[0], request, attempts)
         self.out_count, self.free_count = answer.out_count, answer.free_count
         self.done_before = answer.done_before
-        batches = [self._batch(samples, self._ranges(b.ranges), tenure) for b in answer.batches]
+        dealt = [self._ranges(each.ranges) for each in answer.batches]
         again = self._ranges(answer.again.ranges) if is_first else ()
         if again:
             size = samples.batch_size
-            parts = [again] if size_of(again) <= size + 1 else _parts(again, size)
-            batches[:0] = [self._batch(samples, part, tenure) for part in parts]
+            dealt[:0] = [again] if size_of(again) <= size + 1 else _parts(again, size)
+        batches = [
+            Batch(indices, ranges[0][0] // samples.length, ranges, samples.name, tenure)
+            for ranges, indices in zip(dealt, _indices(samples, dealt), strict=True)
+        ]
         return batches, list(answer.unsettled)
 
     def _held(self, name: str) -> NumberRanges:
@@ -215,16 +218,6 @@ class Dealing:
             raise CorruptChunkError(
                 f"shard 0 deals samples that are none: {error.message}", **self._opening.of
             ) from None
-
-    def _batch(self, samples: Samples, ranges: NumberRanges, tenure: int) -> Batch:
-        length = samples.length
-        indices = [
-            _indices(samples, epoch, max(start, epoch * length), min(stop, (epoch + 1) * length))
-            for start, stop in ranges
-            for epoch in range(start // length, (stop - 1) // length + 1)
-        ]
-        epoch = ranges[0][0] // length
-        return Batch(np.concatenate(indices), epoch, ranges, samples.name, tenure)
 
     def put_back(self, batches: Sequence[Batch]) -> None:
         """Makes taken batches the next ones again. Elastic members keep as many as a call deals."""
@@ -370,11 +363,18 @@ class Dealing:
         return attempts.run(ask)
 
 
-def _indices(samples: Samples, epoch: int, start: int, stop: int) -> Any:
-    places = np.arange(start, stop, dtype=np.int64) - epoch * samples.length
-    if not samples.shuffle:
-        return places
-    return permuted(places, samples.length, samples.seed, epoch)
+def _indices(samples: Samples, dealt: Sequence[NumberRanges]) -> list[Int64]:
+    """Returns the samples of each batch, all at once."""
+    if not dealt:
+        return []
+    positions = np.concatenate(
+        [np.arange(*each, dtype=np.int64) for ranges in dealt for each in ranges]
+    )
+    epochs, found = np.divmod(positions, samples.length)
+    for epoch in np.unique(epochs).tolist() if samples.shuffle else ():
+        here = epochs == epoch
+        found[here] = permuted(found[here], samples.length, samples.seed, epoch)
+    return np.split(found, np.cumsum([size_of(ranges) for ranges in dealt])[:-1])
 
 
 def _parts(ranges: NumberRanges, size: int) -> list[NumberRanges]:

@@ -195,6 +195,11 @@ class Samples:
         data = _dataset(request.dataset)
         _check("batch_size", request.batch_size, BATCH_SIZE_MAX)
         _check("batch_count", request.batch_count, BATCH_COUNT_MAX, least=1 - self._leases)
+        if request.drop_last and request.batch_size > data.length:
+            raise ArgumentError(
+                f"samples {data.name!r}: drop_last leaves out all {data.length} samples, which are "
+                f"less than a batch of {request.batch_size}; make batches smaller"
+            )
         limit = min(request.limit, POSITION_MAX)
         holder = Holder(request.worker_id, request.tenure)
         with self._lock:
@@ -209,9 +214,12 @@ class Samples:
                         self._settle(ledger, each, [])
                     else:
                         response.unsettled.add(worker_id=each.worker_id, tenure=each.tenure)
+                # Fewer near the end, so that no member has much where others have nothing.
+                free_count = ledger.counts_below(limit, holder)[1] // request.batch_size
+                fair_count = max(free_count // (2 * max(len(self._crew.awaited), 1)), 1)
                 batches = ledger.lease(
                     holder,
-                    request.batch_count,
+                    min(request.batch_count, fair_count),
                     limit,
                     request.batch_size,
                     drops_last=request.drop_last,

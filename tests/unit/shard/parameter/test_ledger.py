@@ -129,7 +129,7 @@ class Shard:
 
     def start(self) -> None:
         self.log.is_dead, self.log.dies_after = False, None
-        crew = SimpleNamespace(member=self.member, find=self.seats.get)
+        crew = SimpleNamespace(member=self.member, find=self.seats.get, awaited=())
         tracker: Any = SimpleNamespace(records=self.records, crew=crew)
         storage: Any = self.log
         self.samples = Samples(
