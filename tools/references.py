@@ -46,6 +46,7 @@ OTHERS = frozenset(
     {
         *("clock_getcpuclockid", "mpirun_rsh"),  # the C library, MPI
         "Python.h",
+        *("record_batch", "ignore_data_skip"),  # Horovod, transformers
         *("random.py", "token.py"),  # files that hide a module of Python's library
         "sitecustomize.py",
         *("accelerator", "lightning", "transformers", "ddp_backend", "process_group_backend"),

@@ -89,7 +89,7 @@ class Samples:
         self._leases = spec.members is not None
         self._lock = threading.Lock()
         self._ledgers: dict[str, Ledger] = {}
-        self._void: tuple[int, int] | None = None
+        self.void: tuple[int, int] | None = None
         """The place of a count that is noted, as long as it does not count."""
         self._ways: dict[tuple[str, int], Way] = {}
         """By dataset and session: how a worker of a fixed crew was dealt its last batches."""
@@ -111,7 +111,7 @@ class Samples:
         """
         is_first = index == 0 and self.has_first_chunk
         if not gradient.HasField("samples"):
-            if is_first and self._void is not None:
+            if is_first and self.void is not None:
                 with self._lock:
                     self._note_void()
             yield
@@ -149,24 +149,24 @@ class Samples:
         ledger.advance(self._version)
         ledger.check_count(holder, ranges)
         found = Counted(step, self._place[1], holder, ranges)
-        self._void = found.step, found.order
+        self.void = found.step, found.order
         ledger.note_count(found)
         return ledger, found
 
     def _end_count(self, ledger: Ledger, found: Counted) -> None:
         if self._place > (found.step, found.order):
             ledger.count(found)
-            self._void = None
+            self.void = None
         else:
             with contextlib.suppress(StorageError):  # else before the next event
                 self._note_void()
 
     def _note_void(self) -> None:
         """Notes that a count is void; chunk 0's lock is held."""
-        if self._void is not None:
-            step, order = self._void
+        if self.void is not None:
+            step, order = self.void
             self._log({"kind": "void", "step": step, "order": order})
-            self._void = None
+            self.void = None
 
     def _note_gave(self, holder: Holder, step: int, data: str, ranges: NumberRanges) -> _Gave:
         known = self._gave.get(holder)
@@ -460,7 +460,7 @@ class Samples:
                 ) from None
         if self._ledgers:
             if self._forget_from(*self._place):
-                self._void = self._place
+                self.void = self._place
                 with contextlib.suppress(StorageError):  # else before the next event
                     self._note_void()
             for ledger in self._ledgers.values():

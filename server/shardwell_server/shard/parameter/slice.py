@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -52,6 +52,8 @@ from shardwell_server.store.contract import (
     JournalEntry,
     ParameterStorage,
 )
+
+_NOTHING = nullcontext()
 
 
 class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.ParameterStatus]):
@@ -249,7 +251,8 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 contribution.payload,
                 closes=closes and self.has_open_sets,
             )
-            with self.samples.noted(index, seat, step, gradient):
+            is_noted = self.samples.void is not None or gradient.HasField("samples")
+            with self.samples.noted(index, seat, step, gradient) if is_noted else _NOTHING:
                 self.storage.journal(entry)
                 # What overflows is found where weights are encoded.
                 begun_s = self.steps.count(

@@ -728,7 +728,7 @@ class FixedMachine(CountingMachine):
 
     @rule(back=st.integers(0, 3), prefixes=st.lists(st.integers(0, 3), min_size=5, max_size=5))
     def lose_power(self, back: int, prefixes: list[int]) -> None:
-        """A step that lacks nobody was closed; batches that had counted come in another order.
+        """A step that lacks no rank was closed; batches that had counted come in another order.
 
         Steps that were skipped are on the disk: the rank would have a batch less than others.
         """
