@@ -87,6 +87,7 @@ from shardwell.rpc.shard_status import (
     ShardStatus,
     TableStatus,
 )
+from shardwell.rpc.step_samples import StepSamples
 from shardwell.specs.fragments import Fragment
 from shardwell.specs.grouped_rate import GroupedRate
 from shardwell.specs.initializers import Initializer, Normal, Uniform, Zeros
@@ -222,6 +223,7 @@ __all__ = [
     "SpecMismatchError",
     "StepOrderError",
     "StepResult",
+    "StepSamples",
     "StorageError",
     "Strategy",
     "Table",

@@ -44,6 +44,7 @@ from shardwell.rpc.retry import Attempts
 from shardwell.rpc.session import unique_worker_id
 from shardwell.rpc.shard_channel import EXCHANGE, EXCHANGE_ROWS, ShardChannel
 from shardwell.rpc.shard_status import MemberStatus, ShardStatus, ask_status
+from shardwell.rpc.step_samples import StepSamples, samples_of_step
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.fragments import Fragment
@@ -624,6 +625,25 @@ class Client(Connected, Closing):
         """
         found = self._calls.run(partial(ask_members, self._shards.channels, name), timeout_s)
         return merged_members(found)  # of a family, those of its fragments
+
+    def step_samples(
+        self, name: str, step: int, *, timeout_s: float | None = None
+    ) -> list[StepSamples]:
+        """The samples that a step of a parameter has, in the order in which its gradients came.
+
+        Args:
+            name: Name of the parameter, whose workers take `Parameter.batches`.
+            step: The step; shard 0 knows the last 1,024, since it began.
+            timeout_s: See `Client`.
+
+        Raises:
+            UnknownParameterError: there is no such parameter.
+            StepOrderError: shard 0 does not know the step.
+            ShardUnavailableError, DeadlineError: shard 0 does not answer.
+        """
+        number = check_integer("step", step, 0, STEP_MAX)
+        look = partial(samples_of_step, check_name("name", name), number, self._shards.channels[0])
+        return self._calls.run(look, timeout_s)
 
     def drain(
         self, worker_id: str, name: str | None = None, *, timeout_s: float | None = None

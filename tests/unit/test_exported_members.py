@@ -61,6 +61,7 @@ PROMISED = {
     "Batch",
     "Samples",
     "SamplesStatus",
+    "StepSamples",
     "ShardStatus",
     "Table",
     "TableExport",

@@ -40,6 +40,22 @@ def permuted(places: Int64, length: int, seed: int, epoch: int) -> Int64:
     return found.astype(np.int64)
 
 
+def samples_at(positions: Int64, length: int, seed: int, *, shuffles: bool) -> Int64:
+    """Returns the samples at positions in the sequence of all epochs, each in its order.
+
+    Args:
+        positions: (n,) int64, position g being one of epoch g // length.
+        length: See `permuted`.
+        seed: See `permuted`.
+        shuffles: False: position g is sample g % length.
+    """
+    epochs, found = np.divmod(positions, length)
+    for epoch in np.unique(epochs).tolist() if shuffles else ():
+        here = epochs == epoch
+        found[here] = permuted(found[here], length, seed, epoch)
+    return found
+
+
 def _through(values: npt.NDArray[np.uint64], half: int, keys: list[int]) -> npt.NDArray[np.uint64]:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from shardwell.errors import ArgumentError, CorruptChunkError
-from shardwell.numerics.permutation import Int64, permuted
+from shardwell.numerics.permutation import Int64, samples_at
 from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.placement.ranges import NumberRanges, between, flat, paired, size_of, united
@@ -370,10 +370,7 @@ def _indices(samples: Samples, dealt: Sequence[NumberRanges]) -> list[Int64]:
     positions = np.concatenate(
         [np.arange(*each, dtype=np.int64) for ranges in dealt for each in ranges]
     )
-    epochs, found = np.divmod(positions, samples.length)
-    for epoch in np.unique(epochs).tolist() if samples.shuffle else ():
-        here = epochs == epoch
-        found[here] = permuted(found[here], samples.length, samples.seed, epoch)
+    found = samples_at(positions, samples.length, samples.seed, shuffles=samples.shuffle)
     return np.split(found, np.cumsum([size_of(ranges) for ranges in dealt])[:-1])
 
 

@@ -24,7 +24,7 @@ _MODULES = {
 }
 """The modules of commands that are not named as their command."""
 _COMMANDS = sorted([
-    "bench", "checkpoint", "cluster", "health", "members", "plan", "run", "serve",
+    "bench", "checkpoint", "cluster", "health", "members", "plan", "run", "samples", "serve",
     "status", "trace", *_MODULES,
 ])  # fmt: skip
 _HOLDING_SIGNALS = ("cluster", "demo", "run", "serve")

@@ -1,11 +1,13 @@
 """Goal: shard 0 says which samples each step had, as they were dealt.
 
-Method: batches that workers got are kept by step, and compared with the answers to STAGE_LOOK.
+Method: batches that workers got are kept by step, and compared with the answers of the client and
+of the command.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from functools import partial
 from typing import Any
 
@@ -13,58 +15,70 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.programs.commands import run_command
 from harness.threads import together
-from shardwell.placement.ranges import flat
-from shardwell.v1 import parameter_server_pb2 as pb
 
 SIZE = 3
+SAMPLES = shardwell.Samples(50, 4)
+Given = dict[tuple[int, str], shardwell.Batch]
 
 
-def opened(connect: Any, target: Any) -> list[Any]:
+def opened(clients: list[shardwell.Client]) -> list[Any]:
     nets = []
-    for number in range(2):
-        net = connect(target, f"w{number}").parameter(
-            "seen", size=SIZE, optimizer=shardwell.SGD(lr=1.0), worker_count=2
+    for client in clients:
+        net = client.parameter(
+            "seen", size=SIZE, optimizer=shardwell.SGD(lr=1.0), worker_count=len(clients)
         )
         net.init(np.zeros(SIZE))
         nets.append(net)
     return nets
 
 
-def look(net: Any, step: int) -> dict[str, list[int]]:
-    """The samples of a step, by worker."""
-    channel = net._shards.channels[0]
-    request = pb.DealSamplesRequest(
-        shard=channel.identity,
-        stage=pb.DealSamplesRequest.STAGE_LOOK,
-        parameter="seen",
-        step=step,
-        incarnation=net._opening.incarnation,
-    )
-    answer = channel.call("DealSamples", request, pb.DealSamplesResponse, timeout_s=30.0)
-    assert {each.data for each in answer.counted} <= {"train"}
-    return {each.worker_id: list(each.ranges) for each in answer.counted}
-
-
-def train(net: Any, number: int, given: dict[tuple[int, str], list[int]]) -> None:
-    for batch in itertools.islice(net.batches(shardwell.Samples(50, 4)), 3):
+def train(net: Any, number: int, given: Given) -> None:
+    for batch in itertools.islice(net.batches(SAMPLES), 3):
         net.exchange(np.ones(SIZE), batch=batch)
-        given[net.outcome.step, f"w{number}"] = flat(batch.ranges)
+        given[net.outcome.step, f"w{number}"] = batch
 
 
 def test_a_step_has_the_batches_that_its_gradients_were_made_from(
     cluster: Any, connect: Any
 ) -> None:
-    nets = opened(connect, cluster(2))
-    given: dict[tuple[int, str], list[int]] = {}
+    running = cluster(2)
+    clients = [connect(running, f"w{number}") for number in range(2)]
+    given: Given = {}
+    nets = opened(clients)
     together([partial(train, net, number, given) for number, net in enumerate(nets)])
     for step in range(3):
-        assert look(nets[0], step) == {name: given[step, name] for name in ("w0", "w1")}
-    assert look(nets[0], 3) == {}
+        found = {each.worker_id: each for each in clients[0].step_samples("seen", step)}
+        assert sorted(found) == ["w0", "w1"]
+        for worker_id, each in found.items():
+            batch = given[step, worker_id]
+            assert (each.name, each.epoch, each.ranges) == ("train", 0, batch.ranges)
+            assert each.indices.tolist() == batch.indices.tolist()
+    assert clients[0].step_samples("seen", 3) == []
+
+
+def test_the_command_prints_the_account_and_a_step(cluster: Any, connect: Any) -> None:
+    running = cluster(1)
+    given: Given = {}
+    [net] = opened([connect(running, "w0")])
+    train(net, 0, given)
+    flag = f"--shards={running.target}"
+    code, printed, _ = run_command("samples", "seen", "--json", flag)
+    account = json.loads(printed)
+    assert (code, account["done_count"], account["free_count"]) == (0, 12, 38)
+    code, printed, _ = run_command("samples", "seen", "--step=1", "--json", flag)
+    assert (code, json.loads(printed)["samples"]) == (0, given[1, "w0"].indices.tolist())
+    code, printed, _ = run_command("samples", "seen", flag)
+    assert (code, "train" in printed, "38" in printed) == (0, True, True)
+    code, _, log = run_command("samples", "other", flag)
+    assert code == 1
+    assert "no parameter 'other'" in log
 
 
 def test_a_step_that_has_not_begun_is_refused_by_number(cluster: Any, connect: Any) -> None:
-    nets = opened(connect, cluster(1))
-    next(nets[0].batches(shardwell.Samples(50, 4)))
+    client = connect(cluster(1), "w0")
+    [net] = opened([client])
+    next(net.batches(SAMPLES))
     with pytest.raises(shardwell.StepOrderError, match="step 7 of parameter 'seen'"):
-        look(nets[0], 7)
+        client.step_samples("seen", 7)
