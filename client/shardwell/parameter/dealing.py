@@ -293,6 +293,13 @@ class Dealing:
         """True if batches are carried over whose tenure has ended since."""
         return any(batch.tenure != self._tenure for batch in self._carried)
 
+    def drop_carried(self) -> None:
+        """Ends batches whose values are not carried over any more: a part may have counted."""
+        for batch in self._carried:
+            self._taken.pop(id(batch), None)
+            self._owed.append(Owed(batch.data, batch.tenure, batch.ranges, is_partial=True))
+        self._carried = []
+
     def forget_carried(self) -> None:
         """Gives up batches whose gradient is not carried over any more: their tenure is over."""
         for batch in self._carried:

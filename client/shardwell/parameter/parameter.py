@@ -96,6 +96,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         super().__init__(spec, opening, shards, timeout_s)
         codec = block_codec(spec.codec_name) if spec.has_image else None
         self._feedback = Feedback(spec.size, codec)
+        self._dealing = Dealing(opening, shards.channels, self._member, lambda: self.next_step)
         self.late = late
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
@@ -113,7 +114,6 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self.lost_batches = False
         """True if the batches of the last gradient are others' by now: the shards had lost this
         member since they dealt them, and nothing of the gradient has counted."""
-        self._dealing = Dealing(opening, shards.channels, self._member, lambda: self.next_step)
         self._tried = Tried()
         self._is_in_step = False
         """True if a part of the next step may be counted, of an earlier process or failed call."""
@@ -153,6 +153,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
     @late.setter
     def late(self, late: Any) -> None:
         self._feedback.set_carries(checked_late(late) == "carry")
+        if not self._feedback.carries:
+            self._dealing.drop_carried()
 
     @property
     def size(self) -> int:
