@@ -365,7 +365,8 @@ class LocalRun:
                         self._supervisor.add(partial(self._start, rank), self._rule or Restarts())
                 self._watch()
             except BrokenPipeError as error:
-                say(f"{error}; the workers are stopped")
+                if not isinstance(error.__cause__, BrokenPipeError):  # whose reader has gone
+                    say(f"{error}; the workers are stopped")
                 self._failed_code = signals.EXIT_CODE_BASE + signal.SIGPIPE
             finally:
                 self._end_all()

@@ -133,7 +133,9 @@ class RankOutput:
             except BlockingIOError:  # another program has set our terminal to not block
                 select.select([], [self._sink_fd], [])
             except OSError as error:  # such as EIO, of a terminal that is gone
-                raise BrokenPipeError(f"can't write the output: {error.strerror}") from error
+                raise BrokenPipeError(
+                    f"can't write to standard output: {error.strerror}"
+                ) from error
 
 
 def shows_colors(sink_fd: int) -> bool:
