@@ -9,6 +9,7 @@ take turns. Its buffers are the caller's: nothing is kept of a gradient after th
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -37,6 +38,7 @@ from shardwell.rpc.call_scope import JointTurn
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_status import SamplesStatus, ask_parameters
+from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.specs.samples import Samples
@@ -57,6 +59,11 @@ def checked_late(late: Any) -> LateName:
         raise ArgumentError(f"late must be 'drop' or 'carry'; got {late!r:.80}")
     found: LateName = late
     return found
+
+
+def _next_step_of(this: weakref.ref[Parameter[Any]]) -> int:
+    parameter = this()
+    return 0 if parameter is None else parameter.next_step
 
 
 class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
@@ -96,7 +103,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         super().__init__(spec, opening, shards, timeout_s)
         codec = block_codec(spec.codec_name) if spec.has_image else None
         self._feedback = Feedback(spec.size, codec)
-        self._dealing = Dealing(opening, shards.channels, self._member, lambda: self.next_step)
+        this = weakref.ref(self)  # so that a closed parameter's arrays are free at once
+        next_step = partial(_next_step_of, this)
+        self._dealing = Dealing(opening, shards.channels, self._member, next_step)
         self.late = late
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""
@@ -578,6 +587,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         limit = POSITION_MAX
         if epochs is not None:
             limit = min(check_integer("epochs", epochs, 0, STEP_MAX) * samples.length, limit)
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        return self._batches(samples, limit, timeout_s)
+
+    def _batches(self, samples: Samples, limit: int, timeout_s: float | None) -> Iterator[Batch]:
         while True:
             batch = self.next_batch(samples, limit, timeout_s=timeout_s)
             if batch is not None:
@@ -604,6 +618,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 attempts.pause(_AWAIT_FREE_S)
             return may_come
 
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         is_elastic = self.spec.members is not None and self.spec.fragment is None
         if not (is_elastic and (self._dealing.out_count or self._dealing.carries)):
             return False

@@ -26,7 +26,7 @@ OPERATIONS = Path(__file__).parents[3] / "docs/operations.md"
 
 
 class Watched:
-    """A cluster in which 8 samples have counted, and 24 more are leased."""
+    """A cluster in which 8 samples have counted, and 40 more are leased."""
 
     def __init__(self, cluster: Any, connect: Any, path: Path) -> None:
         self.tokens = Tokens(path)
@@ -73,8 +73,8 @@ def test_a_parameter_says_how_its_samples_stand(watched: Watched) -> None:
         length=LENGTH,
         epoch=0,
         done_count=8,
-        out_count=24,
-        free_count=18,
+        out_count=40,
+        free_count=2,
         left_out_count=0,
         partial_count=0,
         partial=(),
@@ -90,7 +90,7 @@ def test_a_parameter_has_no_account_before_samples_are_dealt(cluster: Any, conne
 def test_status_and_top_have_a_line_for_each_dataset(watched: Watched) -> None:
     for command in (["status"], ["status", "--by-shard"], ["top", "--once", "--interval-s=0.1"]):
         (line,) = [line for line in watched.shown(*command) if " train " in line]
-        assert line.split() == ["net", "train", "0", "8", "of", "50", "24", "18", "0", "0"]
+        assert line.split() == ["net", "train", "0", "8", "of", "50", "40", "2", "0", "0"]
 
 
 def test_json_has_the_account_on_shard_0(watched: Watched) -> None:
@@ -105,7 +105,7 @@ def test_the_page_shows_it_to_tokens_that_may_read_the_name(watched: Watched) ->
     assert "sample-part" in watched.read("", watched.token_file)
     found = json.loads(watched.read("status.json", watched.token_file))
     (account,) = found["parameters"][0]["samples"]
-    assert (account["name"], account["done_count"], account["out_count"]) == ("train", 8, 24)
+    assert (account["name"], account["done_count"], account["out_count"]) == ("train", 8, 40)
     other = watched.tokens.add("other", "read:other")
     for path in ("status.json", "metrics"):
         assert '"train"' not in watched.read(path, other), path
@@ -121,8 +121,8 @@ def test_metrics_have_each_state_and_the_docs_name_them(watched: Watched) -> Non
     assert {key: sample.value for key, sample in told.items()} == {
         ("shardwell_samples_epoch", ""): 0,
         ("shardwell_samples", "done"): 8,
-        ("shardwell_samples", "out"): 24,
-        ("shardwell_samples", "free"): 18,
+        ("shardwell_samples", "out"): 40,
+        ("shardwell_samples", "free"): 2,
         ("shardwell_samples_left_out_total", ""): 0,
         ("shardwell_samples_partial_total", ""): 0,
     }

@@ -57,6 +57,7 @@ def test_a_flag_that_is_none_is_a_usage_error() -> None:
     assert "--grace-s" in log
 
 
+SAMPLES = shardwell.Samples(8, 4)
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "init": {"weights": np.zeros(8, np.float32)},
     "put_gradient": {"gradient": np.zeros(8, np.float32)},
@@ -87,6 +88,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "broadcast": {"root": 0},
     "broadcast_state": {"state": {"weights": np.zeros(2, np.float32)}},
     "reduce": {"root": 0},
+    "step_samples": {"name": "none", "step": 0},
+    "batches": {"samples": SAMPLES},
+    "next_batch": {"samples": SAMPLES, "limit": 1},
+    "await_free": {"samples": SAMPLES, "limit": 1},
 }
 
 
