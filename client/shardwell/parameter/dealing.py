@@ -261,11 +261,14 @@ class Dealing:
                 step = self._next_step()
                 self._owed.append(Owed(batch.data, batch.tenure, batch.ranges, step))
 
-    def ended(self, batches: Sequence[Batch], outcome: Outcome, *, carries: bool) -> None:
-        """Ends the batches of a step, by what became of its gradient."""
+    def ended(self, batches: Sequence[Batch], outcome: Outcome, *, carries: bool) -> bool:
+        """Ends the batches of a step, by what became of its gradient.
+
+        Returns False if values that are carried over are of samples that others may be dealt.
+        """
         given, self._carried = [*batches, *self._carried], []
         if not given:
-            return
+            return True
         lost = [*outcome.late, *outcome.unknown]
         if self._member is not None:  # else its earlier process had the same samples
             lost += outcome.superseded
@@ -273,7 +276,7 @@ class Dealing:
         is_late = any(where.offset == 0 for where in outcome.late)
         if carries and is_late and not is_counted and given[0].tenure == self._tenure:
             self._carried = given
-            return
+            return True
         for batch in given:
             self._taken.pop(id(batch), None)
         is_partial = outcome.counted != "none" or bool(outcome.unknown)
@@ -282,6 +285,7 @@ class Dealing:
             ranges = united(*(batch.ranges for batch in given))
             owed = Owed(given[0].data, given[0].tenure, ranges, outcome.step, is_partial)
             self._owed.append(owed)
+        return is_counted
 
     @property
     def carries(self) -> bool:

@@ -1000,10 +1000,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         feedback, member = self._feedback, self._member
         keeps = feedback.carries or self.spec.fragment is not None  # whose learner keeps its work
         carries = keeps and (member is None or member.takes_part)
-        self._dealing.ended(batches, outcome, carries=carries)
+        may_carry = self._dealing.ended(batches, outcome, carries=carries)
         is_lost = member is not None and not member.takes_part
+        is_lost |= keeps and not may_carry
         self.lost_batches |= bool(batches) and is_lost and outcome.counted == "none"
-        if keeps and not carries:  # what was carried is of samples that are void
+        if keeps and not (carries and may_carry):  # what was carried is of samples that are void
             self._forget_carried()
 
     def _forget_carried(self) -> None:
