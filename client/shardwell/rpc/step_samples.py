@@ -22,11 +22,11 @@ class StepSamples:
     """The samples that one worker's gradient was made from, in one step.
 
     Examples:
-        >>> net = client.parameter("looked_at", size=3, optimizer=shardwell.SGD(lr=0.5))
+        >>> net = client.parameter("step_seen", size=3, optimizer=shardwell.SGD(lr=0.5))
         >>> net.init(np.zeros(3))
         >>> for batch in net.batches(shardwell.Samples(4, 2, shuffle=False), epochs=1):
         ...     weights = net.exchange(np.ones(3), batch=batch)
-        >>> [given] = client.step_samples("looked_at", 1)
+        >>> [given] = client.step_samples("step_seen", 1)
         >>> given.name, given.indices
         ('train', array([2, 3]))
     """

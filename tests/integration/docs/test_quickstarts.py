@@ -55,6 +55,11 @@ class PrintedProgram(NamedTuple):
     """Commands of `shardwell`, once the training has ended."""
 
     @property
+    def epoch_count(self) -> int:
+        """How often each sample counts."""
+        return int(re.findall(r"in loader\.epochs\((\d+)\):", self.text)[0])
+
+    @property
     def step_count(self) -> int:
         """At which step it ends."""
         epochs = re.findall(r"in loader\.epochs\((\d+)\):", self.text)
@@ -106,7 +111,11 @@ def check_killed_training(
         rates = [rates_of(each.pid) for each in (workers[0], training.killed, workers[1])]
     if "lr_scheduler" in program.text:
         assert goes_on(*rates), rates  # the other worker's are an undisturbed run's
-    assert versions(reader)() == program.step_count
+    accounts = [found for each in reader.status()[0].parameters for found in each.samples]
+    if accounts:  # workers share each epoch's samples, in as many steps as their number asks for
+        assert [found.epoch for found in accounts] == [program.epoch_count]
+    else:
+        assert versions(reader)() == program.step_count
     (first_step,) = re.findall(f"(?m)^{STARTS}$", "\n".join(workers[0].lines))
     assert int(first_step) >= KILLED_AFTER
     first, second = (re.fullmatch(ENDS, worker.lines[-1]) for worker in workers)
