@@ -277,8 +277,9 @@ class ParameterCapture(Capture[ParameterSpec]):
                 except CorruptChunkError as error:
                     raise self._corrupt(channel, error.message) from None
                 part = Slice(chunk.element_offset, chunk.element_count)
-                if header.samples:
+                if header.samples and not part.size:
                     more["samples"] = self._account(channel, header.samples)
+                    continue
                 late = self._spec.mode == "sync" and header.version != version
                 fits = index < len(expected) and part.offset == expected[index]
                 if late or not fits or not part.size or part.stop > where.stop:

@@ -160,12 +160,17 @@ class ParameterServerService:
                 )
                 parameter.make_durable()
                 account = parameter.account_of_samples(found) if index == 0 else b""
+                if account:  # by itself, as a message with values has no room for it
+                    header = pb.SnapshotResponse(version=found, samples=account)
+                    start = checksum.snapshot(context, header)
+                    nothing = Slice(where.offset, 0)
+                    yield codec.encode(
+                        header, header.chunk, nothing, index, arrays[0][:0], start=start
+                    )
                 for array_index, array in enumerate(arrays):
                     header = pb.SnapshotResponse(
                         version=found, array_index=array_index, learning_rate=rate
                     )
-                    if account and not array_index:
-                        header.samples = account
                     start = checksum.snapshot(context, header)
                     try:
                         for message in _ranges(codec, header, where, index, array, start):

@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import channels_of
+from harness.polling import PATIENCE_S
 from shardwell.checkpoint.manifest import MANIFEST_NAME
+from shardwell.v1 import parameter_server_pb2 as pb
 
 LENGTH = 100
 ELASTIC: dict[str, Any] = {
@@ -170,3 +173,70 @@ def test_a_restore_that_is_made_again_has_one_account(
         client.restore_checkpoint(tmp_path / "saved")
     [again] = client.save_checkpoint(tmp_path / "again").parameters
     assert json.dumps(again.samples) == json.dumps(entry.samples)
+
+
+def account_with(**changes: Any) -> bytes:
+    state = {"length": 9, "seed": 0, "shuffles": True, "done": [[0, 4]], "partial": []}
+    return json.dumps({"train": {**state, "partial_count": 0, "left_out": 0, **changes}}).encode()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"length": 0},
+        {"length": 2.5},
+        {"seed": -1},
+        {"shuffles": 1},
+        {"done": [[4, 2]]},
+        {"done": [[0, 2.5]]},
+        {"done": [[0, 4], [2, 6]]},
+        {"done": [[0, 2**63]]},
+        {"done": 7},
+        {"partial": [["w", 0]]},
+        {"partial": [["../w", 0, [[0, 1]]]]},
+        {"partial_count": -1},
+        {"left_out": None},
+    ],
+    ids=str,
+)
+def test_an_account_that_can_not_be_is_refused_by_name(
+    cluster: Any, connect: Any, changes: dict[str, Any]
+) -> None:
+    client = connect(cluster(1), "w0")
+    net = opened(client)
+    [channel] = channels_of(client)
+
+    def load(account: bytes) -> None:
+        request = pb.DealSamplesRequest(
+            shard=channel.identity,
+            parameter=net.name,
+            stage=pb.DealSamplesRequest.STAGE_LOAD,
+            account=account,
+        )
+        channel.call("DealSamples", request, pb.DealSamplesResponse, timeout_s=PATIENCE_S)
+
+    with pytest.raises(shardwell.ArgumentError, match="samples 'train' of the checkpoint"):
+        load(account_with(**changes))
+    load(account_with())
+    assert net.samples["train"].done_count == 4
+
+
+def test_a_large_account_is_saved_beside_a_large_chunk(
+    cluster: Any, connect: Any, tmp_path: Path
+) -> None:
+    """A message of a mebibyte of values has no room for it."""
+    size = 2**18
+    spec: dict[str, Any] = {"optimizer": shardwell.SGD(lr=1.0), "codec": "fp32", **ELASTIC}
+    client = connect(cluster(1, chunk_size_bytes=2**20), "w0")
+    net = client.parameter("large", size=size, **spec)
+    net.init(np.zeros(size))
+    taken = []
+    for batch in net.batches(shardwell.Samples(4000, 1, shuffle=False), epochs=1):
+        taken.append(batch)
+        if len(taken) == 1400:
+            break
+    for batch in taken[::2]:  # so that every other sample has counted
+        net.exchange(np.zeros(size), batch=batch)
+    [entry] = client.save_checkpoint(tmp_path / "large").parameters
+    assert len(entry.samples["train"]["done"]) == 700
+    assert len(json.dumps(entry.samples)) > 2**13

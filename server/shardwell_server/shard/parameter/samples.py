@@ -28,10 +28,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from shardwell.errors import ArgumentError, StepOrderError, StorageError
+from shardwell.errors import ArgumentError, LimitError, StepOrderError, StorageError
+from shardwell.numerics.arguments import check_integer
 from shardwell.placement.ranges import NumberRanges, flat, paired, united
 from shardwell.specs.names import check_name
-from shardwell.specs.parameter import ParameterSpec
+from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.shard.parameter.ledger import (
@@ -334,7 +335,15 @@ class Samples:
                         parameter=self._spec.name,
                     )
                 found[name] = ledger.state(done)
-            return json.dumps(found).encode() if found else b""
+            account = json.dumps(found).encode() if found else b""
+            if len(account) > _ACCOUNT_SIZE_MAX_BYTES:
+                raise LimitError(
+                    f"parameter {self._spec.name!r}: the account of its samples has {len(account)} "
+                    f"bytes, and a checkpoint has room for {_ACCOUNT_SIZE_MAX_BYTES}; save again "
+                    "when workers have given more of what they were dealt",
+                    parameter=self._spec.name,
+                )
+            return account
 
     def load(self, account: bytes) -> None:
         """Goes on with the accounts of a checkpoint; nothing has been dealt yet."""
@@ -343,9 +352,9 @@ class Samples:
             made = {}
             for name, state in _read_account(account).items():
                 try:
-                    event = {"kind": "state", "data": check_name("dataset", name), **state}
+                    event = {"kind": "state", **_checked_state(name, state)}
                     made[name] = event, self._restored(event)
-                except (KeyError, TypeError, ValueError) as error:
+                except (ArgumentError, KeyError, TypeError, ValueError) as error:
                     raise ArgumentError(
                         f"samples {name!r} of the checkpoint can't be read ({error!r}); use the "
                         "version that saved it"
@@ -516,9 +525,40 @@ def _read_account(account: bytes) -> dict[str, Any]:
         found = json.loads(account) if len(account) <= _ACCOUNT_SIZE_MAX_BYTES else None
     except ValueError:
         found = None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or len(found) > _DATASET_COUNT_MAX:
         raise ArgumentError(
             f"the account of samples in a checkpoint is JSON of at most {_ACCOUNT_SIZE_MAX_BYTES} "
             f"bytes; got {len(account)} bytes that are none"
         )
     return found
+
+
+def _checked_state(name: str, state: dict[str, Any]) -> Event:
+    """Returns a dataset's part of a checkpoint's account, of which nothing is believed."""
+    if not isinstance(state["shuffles"], bool):
+        raise TypeError("shuffles must be true or false")
+    return {
+        "data": check_name("dataset", name),
+        "length": check_integer("length", state["length"], 1, LENGTH_MAX),
+        "seed": check_integer("seed", state["seed"], 0, 2**64 - 1),
+        "shuffles": state["shuffles"],
+        "done": _checked_ranges(state["done"]),
+        "partial": [
+            [
+                check_name("worker_id", worker_id),
+                check_integer("step", step, 0, STEP_MAX),
+                _checked_ranges(ranges),
+            ]
+            for worker_id, step, ranges in state["partial"]
+        ],
+        "partial_count": check_integer("partial_count", state["partial_count"], 0, POSITION_MAX),
+        "left_out": check_integer("left_out", state["left_out"], 0, POSITION_MAX),
+    }
+
+
+def _checked_ranges(given: Any) -> NumberRanges:
+    numbers = []
+    for start, stop in given:
+        begin = check_integer("start of a range", start, 0, POSITION_MAX)
+        numbers += [begin, check_integer("end of a range", stop, begin + 1, POSITION_MAX) - begin]
+    return paired(numbers, POSITION_MAX)
