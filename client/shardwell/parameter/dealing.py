@@ -35,13 +35,12 @@ from shardwell.parameter.opening import ParameterOpening
 from shardwell.placement.ranges import NumberRanges, between, flat, paired, size_of, united
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.specs.samples import Samples
+from shardwell.specs.samples import POSITION_MAX, Samples
 from shardwell.steps.member import Member
 from shardwell.threads.asking import ask_all
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 
-POSITION_MAX = 2**62
 _BATCH_COUNT = 32
 """Batches that one call asks for."""
 _Stage = pb.DealSamplesRequest
@@ -213,7 +212,7 @@ class Dealing:
 
     def _ranges(self, numbers: Sequence[int]) -> NumberRanges:
         try:
-            return paired(numbers, POSITION_MAX)
+            return paired(numbers)
         except ArgumentError as error:
             raise CorruptChunkError(
                 f"shard 0 deals samples that are none: {error.message}", **self._opening.of
@@ -313,7 +312,7 @@ class Dealing:
     def tell(self, attempts: Attempts) -> None:
         """Tells shard 0 what became of batches that have not counted whole."""
         while self._owed:
-            owed = self._owed[0]
+            owed = self._owed.pop(0)  # so that another thread sends the next one
             request = self._request(
                 _Stage.STAGE_RETURN,
                 tenure=owed.tenure,
@@ -322,17 +321,11 @@ class Dealing:
                 step=owed.step,
                 is_partial=owed.is_partial,
             )
-            self._call(self._channels[0], request, attempts)
-            del self._owed[0]
-
-    def give_back_all(self, attempts: Attempts) -> None:
-        """Gives back what was dealt and is not in a gradient, as when the worker leaves."""
-        with self._lock:
-            for waiting in self._dealt.values():
-                step = self._next_step()
-                self._owed += [Owed(b.data, b.tenure, b.ranges, step) for b in waiting]
-                waiting.clear()
-            self.tell(attempts)
+            try:
+                self._call(self._channels[0], request, attempts)
+            except BaseException:
+                self._owed.insert(0, owed)
+                raise
 
     def _settle(self, over: Any, attempts: Attempts) -> None:
         """Ends a tenure on all shards, and tells shard 0 what its last gradient had counted of."""

@@ -22,7 +22,7 @@ from shardwell.errors import ArgumentError, StepOrderError
 from shardwell.numerics.arguments import check_finite, check_integer
 from shardwell.numerics.codec import Float32, block_codec
 from shardwell.numerics.update_rules import TensorRules
-from shardwell.parameter.dealing import POSITION_MAX, Batch, Dealing
+from shardwell.parameter.dealing import Batch, Dealing
 from shardwell.parameter.exchange import Gradient, ShardSlice, Transfer
 from shardwell.parameter.feedback import Feedback, Outcome
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
@@ -41,7 +41,7 @@ from shardwell.rpc.shard_status import SamplesStatus, ask_parameters
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
-from shardwell.specs.samples import Samples
+from shardwell.specs.samples import POSITION_MAX, Samples
 from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
 from shardwell.transport.stream_pool import IdleStreams, StreamPool

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from shardwell.errors import ArgumentError
+from shardwell.specs.samples import POSITION_MAX
 
 NumberRanges: TypeAlias = tuple[tuple[int, int], ...]
 """A set of numbers: (start, stop) each."""
@@ -84,22 +85,22 @@ def place_of(ranges: NumberRanges, number: int) -> int:
     return sum(min(stop, number) - start for start, stop in ranges if start < number)
 
 
-def paired(numbers: Sequence[int], most: int) -> NumberRanges:
+def paired(numbers: Sequence[int]) -> NumberRanges:
     """Returns the set that a message has, as start and size of each range.
 
-    ArgumentError: it is none, or has a number that is not below `most`.
+    ArgumentError: it is none, or has a number that is not below POSITION_MAX.
     """
     found, end = [], -1
     for index in range(0, len(numbers) - 1, 2):
         start, size = numbers[index], numbers[index + 1]
-        if start <= end or size < 1 or start + size > most:
+        if start <= end or size < 1 or start + size > POSITION_MAX:
             break
         end = start + size
         found.append((start, end))
     if len(numbers) != 2 * len(found):
         raise ArgumentError(
-            f"ranges of samples must ascend without touching, none empty, to at most {most}; "
-            f"got {list(numbers[:8])}"
+            "ranges of samples must ascend without touching, none empty, to at most "
+            f"{POSITION_MAX}; got {list(numbers[:8])}"
         )
     return tuple(found)
 

@@ -14,8 +14,6 @@ from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.rpc.shard_status import ask_parameters
 from shardwell.v1 import parameter_server_pb2 as pb
 
-_POSITION_MAX = 2**62
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepSamples:
@@ -65,7 +63,7 @@ def samples_of_step(
 
     found = []
     for each in attempts.run(ask).counted:
-        data, ranges = datasets.get(each.data), paired(each.ranges, _POSITION_MAX)
+        data, ranges = datasets.get(each.data), paired(each.ranges)
         if data is None or not ranges:
             raise CorruptChunkError(
                 f"shard 0 names samples {each.data!r} of step {step}, which are none; call again",

@@ -10,6 +10,8 @@ from shardwell.specs.names import check_name
 
 LENGTH_MAX = 2**48
 BATCH_SIZE_MAX = 2**24
+POSITION_MAX = 2**62
+"""Positions in the sequence of all epochs are below it."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from shardwell.placement.ranges import (
     united,
     without,
 )
+from shardwell.specs.samples import POSITION_MAX
 
 MOST = 30
 sets = st.frozensets(st.integers(0, MOST - 1))
@@ -66,12 +67,21 @@ def test_places_count_from_the_lowest_number(numbers: frozenset[int], low: int, 
 def test_a_message_has_start_and_size_of_each(numbers: frozenset[int]) -> None:
     ranges = ranges_of(numbers)
     assert flat(ranges) == [n for start, stop in ranges for n in (start, stop - start)]
-    assert paired(flat(ranges), MOST) == ranges
+    assert paired(flat(ranges)) == ranges
 
 
 @pytest.mark.parametrize(
     "numbers",
-    [[3], [3, 1, 9], [3, 0], [3, 1, 2, 1], [3, 2, 5, 1], [3, 2, 4, 1], [MOST, 1], [0, MOST + 1]],
+    [
+        [3],
+        [3, 1, 9],
+        [3, 0],
+        [3, 1, 2, 1],
+        [3, 2, 5, 1],
+        [3, 2, 4, 1],
+        [POSITION_MAX, 1],
+        [0, POSITION_MAX + 1],
+    ],
     ids=[
         "no size",
         "no second size",
@@ -85,6 +95,6 @@ def test_a_message_has_start_and_size_of_each(numbers: frozenset[int]) -> None:
 )
 def test_what_is_no_set_is_refused_with_what_is_one(numbers: list[int]) -> None:
     with pytest.raises(
-        ArgumentError, match=f"ascend without touching, none empty, to at .* {MOST}"
+        ArgumentError, match=f"ascend without touching, none empty, to at .* {POSITION_MAX}"
     ):
-        paired(numbers, MOST)
+        paired(numbers)

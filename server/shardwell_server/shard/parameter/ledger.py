@@ -45,8 +45,8 @@ from shardwell.placement.ranges import (
     united,
     without,
 )
+from shardwell.specs.samples import POSITION_MAX
 
-POSITION_MAX = 2**62
 STEP_COUNT_MAX = 1024
 """Closed steps whose samples are known."""
 _PARTIAL_COUNT_MAX = 256

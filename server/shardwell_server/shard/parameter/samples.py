@@ -33,10 +33,10 @@ from shardwell.numerics.arguments import check_integer
 from shardwell.placement.ranges import NumberRanges, flat, paired, united
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
+from shardwell.specs.samples import BATCH_SIZE_MAX, LENGTH_MAX, POSITION_MAX
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.shard.parameter.ledger import (
-    POSITION_MAX,
     STEP_COUNT_MAX,
     Counted,
     Dataset,
@@ -49,8 +49,6 @@ from shardwell_server.shard.parameter.ledger import (
 from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
 from shardwell_server.store.contract import ParameterStorage
 
-LENGTH_MAX = 2**48
-BATCH_SIZE_MAX = 2**24
 BATCH_COUNT_MAX = 1024
 _RANGE_COUNT_MAX = 256
 _DATASET_COUNT_MAX = 64
@@ -118,7 +116,7 @@ class Samples:
             yield
             return
         given = gradient.samples
-        ranges = paired(given.ranges[: 2 * _RANGE_COUNT_MAX + 1], POSITION_MAX)
+        ranges = paired(given.ranges[: 2 * _RANGE_COUNT_MAX + 1])
         if not ranges:
             raise ArgumentError(
                 f"a gradient of parameter {self._spec.name!r} names samples {given.data!r} without "
@@ -194,8 +192,8 @@ class Samples:
         `living` are the connected workers, by their sessions.
         """
         data = _dataset(request.dataset)
-        _check("batch_size", request.batch_size, BATCH_SIZE_MAX)
-        _check("batch_count", request.batch_count, BATCH_COUNT_MAX, least=1 - self._leases)
+        check_integer("batch_size", request.batch_size, 1, BATCH_SIZE_MAX)
+        check_integer("batch_count", request.batch_count, 1 - self._leases, BATCH_COUNT_MAX)
         if request.drop_last and request.batch_size > data.length:
             raise ArgumentError(
                 f"samples {data.name!r}: drop_last leaves out all {data.length} samples, which are "
@@ -241,7 +239,7 @@ class Samples:
                     way,
                     request.batch_count,
                     limit,
-                    united(again, paired(request.ranges, POSITION_MAX)),
+                    united(again, paired(request.ranges)),
                     is_alone=all(had == way for had in others),
                 )
                 self._ways = {**ways, **{(data.name, each): way for each in own}}
@@ -273,7 +271,7 @@ class Samples:
     def give_back(self, request: pb.DealSamplesRequest) -> None:
         """Takes positions back; chunk 0's lock is held."""
         holder = Holder(request.worker_id, request.tenure)
-        ranges = paired(request.ranges, POSITION_MAX)
+        ranges = paired(request.ranges)
         with self._lock:
             self._note_void()
             ledger = self._ledger(request.dataset.name)
@@ -302,7 +300,7 @@ class Samples:
     def settle(self, request: pb.DealSamplesRequest) -> None:
         """Frees positions of a tenure that is over on all shards; chunk 0's lock is held."""
         holder = Holder(request.worker_id, request.tenure)
-        ranges = paired(request.ranges, POSITION_MAX)
+        ranges = paired(request.ranges)
         others = request.dataset.name, Given(request.step, ranges, request.whole_before)
         with self._lock:
             self._note_void()
@@ -511,13 +509,8 @@ def _gave_event(holder: Holder, gave: _Gave) -> Event:
 
 
 def _dataset(given: pb.Dataset) -> Dataset:
-    _check("length", given.length, LENGTH_MAX)
+    check_integer("length", given.length, 1, LENGTH_MAX)
     return Dataset(name=given.name, length=given.length, seed=given.seed, shuffles=given.shuffles)
-
-
-def _check(what: str, value: int, most: int, *, least: int = 1) -> None:
-    if not least <= value <= most:
-        raise ArgumentError(f"{what} of samples must be {least} to {most}; got {value}")
 
 
 def _read_account(account: bytes) -> dict[str, Any]:
@@ -561,4 +554,4 @@ def _checked_ranges(given: Any) -> NumberRanges:
     for start, stop in given:
         begin = check_integer("start of a range", start, 0, POSITION_MAX)
         numbers += [begin, check_integer("end of a range", stop, begin + 1, POSITION_MAX) - begin]
-    return paired(numbers, POSITION_MAX)
+    return paired(numbers)

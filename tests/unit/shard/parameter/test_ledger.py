@@ -29,7 +29,7 @@ from shardwell.errors import ArgumentError, StorageError
 from shardwell.placement.ranges import NumberRanges, flat, paired, united
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell_server.shard.parameter.ledger import POSITION_MAX, Dataset, Holder, Ledger, Way
+from shardwell_server.shard.parameter.ledger import Dataset, Holder, Ledger, Way
 from shardwell_server.shard.parameter.samples import Samples
 from shardwell_server.store.contract import ChunkRecord
 
@@ -366,7 +366,7 @@ class CountingMachine(RuleBasedStateMachine):
                 if not answer.batches:
                     break
                 for batch in answer.batches:
-                    ranges = paired(batch.ranges, POSITION_MAX)
+                    ranges = paired(batch.ranges)
                     dealt += numbers(ranges)
                     held = united(held, ranges)
         assert len(set(dealt)) == len(dealt)
@@ -412,7 +412,7 @@ class ElasticMachine(CountingMachine):
         answer = self.call(0, lambda: samples.deal(request, (0, 0), {}), kill)
         if answer is None:
             return False
-        worker.dealt += [paired(batch.ranges, POSITION_MAX) for batch in answer.batches]
+        worker.dealt += [paired(batch.ranges) for batch in answer.batches]
         for over in answer.unsettled if settles and not answer.batches else ():
             self.settle(Holder(over.worker_id, over.tenure))
         return bool(answer.batches or answer.unsettled)
@@ -643,8 +643,8 @@ class FixedMachine(CountingMachine):
         answer = self.call(0, lambda: samples.deal(request, rank, {}), kill)
         if answer is None:
             return
-        found = [paired(batch.ranges, POSITION_MAX) for batch in answer.batches]
-        again = paired(answer.again.ranges, POSITION_MAX)
+        found = [paired(batch.ranges) for batch in answer.batches]
+        again = paired(answer.again.ranges)
         if is_first and again:
             found.insert(0, again)
             assert again == self.given[name, worker.next_step].ranges
