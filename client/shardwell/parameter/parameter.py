@@ -981,7 +981,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             call.work.samples = dealing.named(batches)
         if is_whole and feedback.keeps and feedback.is_due:
             call.add_carried()
-        if not self._takes_part:
+        # With samples it leaves in the tenure that these were dealt to, though that may be over.
+        is_bound = call.work.samples is not None and self._member is not None
+        if not (is_bound or self._takes_part):
             if is_whole:
                 self._transfer.check_finite(call.work)
             self._begin_part(attempts)
