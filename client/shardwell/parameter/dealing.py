@@ -109,6 +109,8 @@ class Dealing:
         self._taken: dict[int, Batch] = {}
         """By identity: also those that are carried."""
         self._carried: list[Batch] = []
+        self._split: set[int] = set()
+        """Of carried ones, by identity: some chunk has counted them."""
         self._owed: list[Owed] = []
         self.is_used = False
         """True if batches were asked for."""
@@ -273,17 +275,20 @@ class Dealing:
             lost += outcome.superseded
         is_counted = not any(where.offset == 0 for where in lost)
         is_late = any(where.offset == 0 for where in outcome.late)
+        is_partial = outcome.counted != "none" or bool(outcome.unknown)
+        split = self._split | {id(batch) for batch in given if is_partial}
         if carries and is_late and not is_counted and given[0].tenure == self._tenure:
-            self._carried = given
+            self._carried, self._split = given, split
             return True
         for batch in given:
             self._taken.pop(id(batch), None)
-        is_partial = outcome.counted != "none" or bool(outcome.unknown)
-        if lost and (is_partial or not is_counted):
-            # Also where the rest is carried over: it is lost with this worker.
-            ranges = united(*(batch.ranges for batch in given))
-            owed = Owed(given[0].data, given[0].tenure, ranges, outcome.step, is_partial)
-            self._owed.append(owed)
+        # Also where the rest is carried over: it is lost with this worker.
+        for is_split in (True, False) if lost else ():
+            ranges = united(*(b.ranges for b in given if (id(b) in split) == is_split))
+            if ranges and (is_split or not is_counted):
+                owed = Owed(given[0].data, given[0].tenure, ranges, outcome.step, is_split)
+                self._owed.append(owed)
+        self._split = set()
         return is_counted
 
     @property
@@ -297,17 +302,18 @@ class Dealing:
         return any(batch.tenure != self._tenure for batch in self._carried)
 
     def drop_carried(self) -> None:
-        """Ends batches whose values are not carried over any more: a part may have counted."""
+        """Ends batches whose values are not carried over any more."""
         for batch in self._carried:
             self._taken.pop(id(batch), None)
-            self._owed.append(Owed(batch.data, batch.tenure, batch.ranges, is_partial=True))
-        self._carried = []
+            is_split = id(batch) in self._split
+            self._owed.append(Owed(batch.data, batch.tenure, batch.ranges, is_partial=is_split))
+        self._carried, self._split = [], set()
 
     def forget_carried(self) -> None:
         """Gives up batches whose gradient is not carried over any more: their tenure is over."""
         for batch in self._carried:
             self._taken.pop(id(batch), None)
-        self._carried = []
+        self._carried, self._split = [], set()
 
     def tell(self, attempts: Attempts) -> None:
         """Tells shard 0 what became of batches that have not counted whole."""

@@ -189,7 +189,6 @@ def test_kills_count_each_sample_once(tmp_path: Path) -> None:
         assert len(visits.account.partial) <= visits.storm.lost_count
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("late", ["drop", "carry"])
 def test_more_faults_count_each_sample_once(tmp_path: Path, late: str) -> None:
     with visiting(tmp_path, 2, (*KILLS, "stop"), {**PLAN, **QUORUM, "late": late}) as visits:
