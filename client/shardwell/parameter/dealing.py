@@ -142,7 +142,7 @@ class Dealing:
                 waiting.popleft()
             if not waiting:
                 self.tell(attempts)
-                waiting.extend(self._deal(samples, limit, attempts))
+                self._deal(samples, limit, waiting, attempts)
             if not waiting or waiting[0].ranges[0][0] >= limit:
                 return None
             batch = waiting.popleft()
@@ -163,13 +163,16 @@ class Dealing:
             least = samples.batch_size if samples.drop_last and self.out_count else 1
             return True if self.free_count >= least else None if self.out_count else False
 
-    def _deal(self, samples: Samples, limit: int, attempts: Attempts) -> list[Batch]:
+    def _deal(
+        self, samples: Samples, limit: int, waiting: deque[Batch], attempts: Attempts
+    ) -> None:
         while True:
             found, over = self._asked(samples, limit, attempts)
-            if found or not over:
-                return found
+            waiting.extend(found)  # they are this worker's, also if the next call fails
             for each in over:
                 self._settle(each, attempts)
+            if found or not over:
+                return
 
     def _asked(
         self, samples: Samples, limit: int, attempts: Attempts, count: int = _BATCH_COUNT
