@@ -75,6 +75,8 @@ from shardwell.transport.stream_pool import Connections, IdleStreams
 TARGET_VARIABLE = "SHARDWELL_SHARDS"
 WORKER_ID_VARIABLE = "SHARDWELL_WORKER_ID"
 _INITIALIZER = Uniform()
+_END_STATE_S = 2.0
+"""How long a client that ends waits for shard 0 to keep the state behind its last step."""
 NOT_GIVEN = NotGiven.NOT_GIVEN
 SpecT = TypeVar("SpecT", bound=TrainingSpec)
 
@@ -504,6 +506,7 @@ class Client(Connected, Closing):
 
     def _gone_on_with(self, opened: OpenT) -> OpenT:
         """Has handles that were a step ahead at this worker's kill go back to that step."""
+        opened.resume()
         if not opened.is_untouched:
             return opened
         step = opened.resumed_step
@@ -740,6 +743,8 @@ class Client(Connected, Closing):
             WorkersMissingError: chunks or rows stay behind others, because workers are missing.
             DeadlineError, ShardUnavailableError, StorageError: it can't be read or written.
         """
+        for each in self._parameters.all():  # as between two steps; else others bring theirs
+            each.end_state(timeout_s=timeout_s)
         return self._with_cluster(
             lambda cluster: save(cluster, path, parameters, tables, keep=keep), timeout_s
         )
@@ -866,6 +871,10 @@ class Client(Connected, Closing):
     def _close(self, *, ends_in_order: bool) -> None:
         if not self._shards.threads.owner.is_here:
             return  # what a fork inherited may be locked for good
+        if ends_in_order:
+            for parameter in self._parameters.all():
+                with contextlib.suppress(ShardwellError):  # shards may have ended before
+                    parameter.end_state(timeout_s=_END_STATE_S)
         self._calls.close()
         self._parameters.close()
         self._tables.close()

@@ -295,6 +295,11 @@ class Dealing:
         return is_counted
 
     @property
+    def has_taken(self) -> bool:
+        """True if the program has batches whose gradient has not counted."""
+        return len(self._taken) > len(self._carried)
+
+    @property
     def carries(self) -> bool:
         """True if batches are carried over to the next step."""
         return bool(self._carried)

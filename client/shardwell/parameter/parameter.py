@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, Literal, get_args
@@ -26,6 +26,7 @@ from shardwell.parameter.dealing import Batch, Dealing
 from shardwell.parameter.exchange import Gradient, ShardSlice, Transfer
 from shardwell.parameter.feedback import Feedback, Outcome
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
+from shardwell.parameter.kept_state import KeptStates
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.parameter.reports import Reports
@@ -45,6 +46,7 @@ from shardwell.specs.samples import POSITION_MAX, Samples
 from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
+from shardwell.wire.state_tree import ArrayForm
 
 _LOG = logging.getLogger("shardwell")
 _AWAIT_FREE_S = 0.2
@@ -127,6 +129,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._is_in_step = False
         """True if a part of the next step may be counted, of an earlier process or failed call."""
         self._has_seat = False
+        self._states = KeptStates(spec, opening, self._calls, shards, next_step)
         self._calls.run(self._open)
 
     def __repr__(self) -> str:
@@ -530,6 +533,82 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         begun = OpenExchange(call, weights, None if is_whole_at_once else start, finish)
         return begun
 
+    # The state beside the weights.
+
+    def keep_state(
+        self,
+        objects: Mapping[str, Any],
+        *,
+        forms: Sequence[ArrayForm] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        """Keeps objects beside the weights on the shards, and takes what is kept of them.
+
+            noise = np.random.default_rng(rank)
+            net.keep_state({"noise": noise, "progress": progress})
+
+        From now on the objects' state at the beginning of each step is kept with it: a worker that
+        is started again has it, with the weights of that step, and so has one that goes on from a
+        checkpoint. One that comes anew has the newest of the others. Of a worker of a fixed crew
+        that was killed behind a step, and before the next one began, the step is made again: its
+        gradient counts once, and what the loop does behind it is done to the objects as before.
+
+        A step begins where `batches` yields its first batch; in a loop without it, where
+        `note_state` is called, or else with the gradient. Generators of random numbers (of NumPy,
+        `random` and torch) are each worker's own, and no other worker's state is put into them.
+
+        Args:
+            objects: By name: with `state_dict()` and `load_state_dict()`, or a dict that the
+                program changes, or a generator. States have numbers, strings, lists, dicts and
+                arrays; one worker's have 1,000,000 bytes in all. They replace those of an earlier
+                call.
+            forms: Of other libraries' arrays in them; `shardwell.torch.prepare` gives torch's.
+            timeout_s: See `Client`.
+
+        Raises:
+            ArgumentError: asynchronous mode, or outer training, or an object can't be kept, or it
+                refuses its state.
+            ShardwellError: as `exchange`.
+
+        Examples:
+            >>> net = client.parameter("stateful", size=2, optimizer=shardwell.SGD(lr=0.5))
+            >>> net.init(np.zeros(2))
+            >>> progress = {"lucky": 7}
+            >>> net.keep_state({"progress": progress})
+            >>> weights = net.exchange(np.ones(2))
+        """
+        self._states.begin(objects, forms, timeout_s)
+
+    def note_state(self) -> None:
+        """Takes the objects of `keep_state` as they are now as the state of the next step.
+
+        For loops without `batches`, where a step begins. It blocks only where a step has closed
+        without this worker: until another one has brought the state of the next step, for some
+        seconds at most, and puts it into the objects. Without `keep_state` it does nothing.
+
+        Raises:
+            ArgumentError: see `keep_state`.
+            ShardwellError: as `exchange`.
+        """
+        self._states.note()
+
+    def end_state(self, *, timeout_s: float | None = None) -> None:
+        """Keeps the objects of `keep_state` as they are behind the last step.
+
+        Closing the client does it. Where the next step has begun it does nothing.
+
+        Args:
+            timeout_s: See `Client`.
+
+        Raises:
+            ShardwellError: as `exchange`.
+        """
+        self._states.end(timeout_s)
+
+    def drop_state(self) -> None:
+        """Ends `keep_state`, such as in the middle of what a loop does behind a step."""
+        self._states.drop()
+
     # Samples.
 
     @property
@@ -593,6 +672,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
     def _batches(self, samples: Samples, limit: int, timeout_s: float | None) -> Iterator[Batch]:
         while True:
+            if not self._dealing.has_taken:
+                self._states.note()
             batch = self.next_batch(samples, limit, timeout_s=timeout_s)
             if batch is not None:
                 yield batch
@@ -933,6 +1014,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         Without `is_whole` values are read later, where they lie.
         """
         feedback, dealing = self._feedback, self._dealing
+        self._states.send_ahead(attempts)
         batches = (batch,) if isinstance(batch, Batch) else tuple(batch)
         if dealing.is_used or batches:
             self.lost_batches = has_values and not dealing.admits(batches)
@@ -994,6 +1076,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if call.found_version is not None:
             self.version = call.found_version
         self.outcome, self.next_step = outcome, next_step
+        self._states.note_step()
         if call.work.samples is not None:
             self._end_batches(call.batches, outcome)
         self._is_in_step, self._tried = False, Tried()

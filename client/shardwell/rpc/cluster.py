@@ -10,8 +10,9 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -84,6 +85,10 @@ class Shards:
         self.heartbeats = Heartbeats(self.channels)
         self.given: set[str] = set()
         """Parameters and tables, "table 'x'", to which this client has given a gradient."""
+        self.handles: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that are open."""
+        self.resumed: Mapping[str, int] = {}
+        """The steps at which a kept state has them, as this worker goes on with it."""
         self.threads = threads
         self._number = next(_NUMBERS)
         with _MADE_LOCK:

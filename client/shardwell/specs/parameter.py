@@ -44,6 +44,8 @@ _BLOCK_COUNT_MIN = 32
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
 STEP_MAX = 2**62
+STATE_SIZE_MAX_BYTES = 10**6
+"""Most bytes of a worker's state beside its weights: `Parameter.keep_state`."""
 
 WIRE_CODECS = {
     "fp32": types_pb2.CODEC_FP32,

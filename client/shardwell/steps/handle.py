@@ -49,6 +49,7 @@ class Handle(Connected, Closing, Generic[SpecT]):
             f"connect in the other process, and open the {self.kind} there by its name"
         )
         self._shards = shards
+        shards.handles.add(self)
         self._opening = opening
         self._what = opening.what
         self._calls = CallScope(shards, timeout_s, self._what, **opening.of)
@@ -157,6 +158,40 @@ class Handle(Connected, Closing, Generic[SpecT]):
     @abstractmethod
     def _go_back(self) -> None:
         """Makes the step before the next one the next, of which all may be counted."""
+
+    @property
+    def what(self) -> str:
+        """Its kind and name, as "table 'x'"."""
+        return self._what
+
+    @property
+    def may_go_back(self) -> bool:
+        """True if a worker that is started again may make its last step again."""
+        return self._keeps_step and not self.is_closed
+
+    def resume(self) -> None:
+        """Goes back to the step of this client's kept state, if this worker's last is behind it.
+
+        A gradient of that step counts once. Reading has the version before it.
+        """
+        step = self._shards.resumed.get(self._what)
+        if step is None or self.next_step != step + 1 or not self.is_untouched:
+            return
+        if not self._opening.has_seat:  # another worker's, or a checkpoint's
+            return
+        self._calls.run(lambda _: self._go_back(), in_turn=True)
+        self._gives_again = True
+        _LOG.warning(
+            "worker %r was cut off before its state of step %d was kept: it makes step %d of %s "
+            "again, whose gradient counts once",
+            self._shards.worker_id,
+            step + 1,
+            step,
+            self._what,
+        )
+        read_again = self.on_give_again()
+        if read_again is not None:
+            read_again()
 
     # Elastic members.
 

@@ -100,6 +100,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesRequest.SerializeToString,
                 response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesResponse.FromString,
                 _registered_method=True)
+        self.KeepState = channel.unary_unary(
+                '/shardwell.v1.ParameterServerService/KeepState',
+                request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.KeepStateRequest.SerializeToString,
+                response_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.KeepStateResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/shardwell.v1.ParameterServerService/GetStatus',
                 request_serializer=shardwell_dot_v1_dot_parameter__server__pb2.GetStatusRequest.SerializeToString,
@@ -302,6 +307,17 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepState(self, request, context):
+        """Keeps the state of a training that is not in its weights, such as schedules and random numbers: of each worker the
+        bytes that it gave last, and of which step they are. A worker gives them before its gradient of that step
+        (STAGE_PUT), and asks for them when it comes or comes back (STAGE_GET). Only shard 0 keeps them. Safe to repeat.
+        Errors: NOT_FOUND, INVALID_ARGUMENT (a step that is too far ahead, more than 1,000,000 bytes),
+        FAILED_PRECONDITION with ERROR_CODE_WRONG_SHARD, with ERROR_CODE_STORAGE, RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Who this shard is, what it holds, and who is missing. Safe to repeat.
         """
@@ -376,6 +392,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.DealSamples,
                     request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesRequest.FromString,
                     response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesResponse.SerializeToString,
+            ),
+            'KeepState': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepState,
+                    request_deserializer=shardwell_dot_v1_dot_parameter__server__pb2.KeepStateRequest.FromString,
+                    response_serializer=shardwell_dot_v1_dot_parameter__server__pb2.KeepStateResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -735,6 +756,33 @@ class ParameterServerService(object):
             '/shardwell.v1.ParameterServerService/DealSamples',
             shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesRequest.SerializeToString,
             shardwell_dot_v1_dot_parameter__server__pb2.DealSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell.v1.ParameterServerService/KeepState',
+            shardwell_dot_v1_dot_parameter__server__pb2.KeepStateRequest.SerializeToString,
+            shardwell_dot_v1_dot_parameter__server__pb2.KeepStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -379,7 +379,11 @@ def first_weights(context: int, array_index: int) -> int:
 def snapshot(context: int, header: parameter_server_pb2.SnapshotResponse) -> int:
     """Goes on over a range of a snapshot."""
     crc = _with_numbers(context, header.version, header.array_index, _bits(header.learning_rate))
-    return int(crc32.iscsi(_text(header.samples), crc)) if header.samples else crc
+    crc = int(crc32.iscsi(_text(header.samples), crc)) if header.samples else crc
+    if not header.state:
+        return crc
+    crc = _with_numbers(crc, header.state_step)
+    return int(crc32.iscsi(_text(header.worker_id) + _text(header.state), crc))
 
 
 def row_gradients(context: int, header: table_pb2.RowGradients) -> int:

@@ -57,6 +57,13 @@ _DEAL_RIGHTS = {
     pb.DealSamplesRequest.STAGE_LOOK: Right.READ,
 }
 """Stages that are about no worker; others need CONTRIBUTE."""
+_STATE_RIGHTS = {
+    pb.KeepStateRequest.STAGE_LOAD: Right.CREATE,
+    pb.KeepStateRequest.STAGE_GET: Right.READ,
+}
+"""The rights of stages; others need CONTRIBUTE."""
+_STATES_WAIT_S = 5.0
+"""How long a snapshot waits for workers to bring their states of its version."""
 _TROUBLE_COUNT_MAX = 16
 _STATUS_SIZE_MAX_BYTES = 2**19
 """Most bytes of the parameters in one answer, except one that is larger alone."""
@@ -148,7 +155,10 @@ class ParameterServerService:
         buffers = [
             np.empty(element_count, np.float32) for _ in range(parameter.loading.array_count)
         ]
-        with parameter.snapshots.under_way(request.version, wanted(self._shard, call)) as snapshot:
+        with (
+            parameter.held_states(request.version) as held,
+            parameter.snapshots.under_way(request.version, wanted(self._shard, call)) as snapshot,
+        ):
             yield pb.SnapshotResponse(
                 version=request.version, array_count=parameter.loading.array_count
             ).SerializeToString()
@@ -180,6 +190,20 @@ class ParameterServerService:
                         raise diverged(
                             parameter.spec, where.offset + error.index, found, names[array_index]
                         ) from None
+            if held.by_worker:
+                on_their_way = deadline_of(self._shard, call, _STATES_WAIT_S)
+                for given in (yield from until(parameter.states_of, held, on_their_way)):
+                    header = pb.SnapshotResponse(
+                        version=held.version,
+                        state=given.state,
+                        worker_id=given.worker_id,
+                        state_step=given.step,
+                    )
+                    start = checksum.snapshot(context, header)
+                    nothing = Slice(parameter.where.stop, 0)
+                    yield codec.encode(
+                        header, header.chunk, nothing, 0, buffers[0][:0], start=start
+                    )
             self._shard.copied_s = time.monotonic()
 
     def set_learning_rate(
@@ -211,6 +235,13 @@ class ParameterServerService:
         if request.stage not in _DEAL_RIGHTS:
             check_name("worker_id", request.worker_id)
         return checksum.seal(parameter.deal(request))
+
+    def keep_state(self, request: pb.KeepStateRequest, call: Call) -> pb.KeepStateResponse:
+        parameter = self._named(request, call, _STATE_RIGHTS.get(request.stage, Right.CONTRIBUTE))
+        check_name("worker_id", request.worker_id)
+        response = parameter.keep_state(request)
+        parameter.make_durable()
+        return checksum.seal(response)
 
     def get_contributions(
         self, request: pb.GetContributionsRequest, call: Call

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from shardwell.numerics.elementwise import Operations
 
 Event: TypeAlias = dict[str, Any]
 """A rare change as a JSON object; shard/parameter/register.py and its sibling have the kinds."""
+
+LogName: TypeAlias = Literal["samples", "states"]
+"""A log of its own beside a parameter's events."""
 
 
 class Storage(ABC):
@@ -212,15 +215,15 @@ class ParameterStorage(Storage):
     def kept(self, chunk_index: int, version: int) -> bytes | None:
         """Returns the kept bytes of a version, unchecked; None: it has none."""
 
-    def sample_events(self) -> Sequence[Event]:
-        """Returns the logged events of samples, in order."""
+    def noted(self, log: LogName) -> Sequence[Event]:
+        """Returns the events of a log of its own, in order."""
         return ()
 
-    def log_samples(self, event: Event) -> None:
-        """Adds an event of samples, as `log` does to a log of its own; under a chunk's lock."""
+    def note(self, log: LogName, event: Event) -> None:
+        """Adds an event to a log of its own, as `log` does; its callers take turns."""
 
-    def compact_samples(self, events: Callable[[], Sequence[Event]]) -> None:
-        """Replaces the log of samples by fewer events, where that saves a lot."""
+    def compact_notes(self, log: LogName, events: Callable[[], Sequence[Event]]) -> None:
+        """Replaces a log of its own by fewer events, where that saves a lot."""
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """Takes first weights as they lie; otherwise damaged old values would look new."""

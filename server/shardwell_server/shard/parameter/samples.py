@@ -433,10 +433,10 @@ class Samples:
         return found
 
     def _log(self, event: Event) -> None:
-        self._storage.log_samples(event)
+        self._storage.note("samples", event)
 
     def _compact(self) -> None:
-        self._storage.compact_samples(self._events)
+        self._storage.compact_notes("samples", self._events)
 
     def _events(self) -> list[Event]:
         events = [event for ledger in self._ledgers.values() for event in ledger.events()]
@@ -455,7 +455,7 @@ class Samples:
 
     def restore(self) -> None:
         """Goes on from the log, once each chunk's record is what it was, or was replayed."""
-        for event in self._storage.sample_events():
+        for event in self._storage.noted("samples"):
             try:
                 self._restore(event)
             except (ArgumentError, KeyError, TypeError, ValueError) as error:

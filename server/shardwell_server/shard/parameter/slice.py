@@ -45,6 +45,7 @@ from shardwell_server.shard.parameter.steps import (
     Steps,
     StepsByNorm,
 )
+from shardwell_server.shard.parameter.training_states import Given, Held
 from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.slice import ShardSlice, SharedParts
 from shardwell_server.shard.step_tracker import Decision, ParameterSeat
@@ -91,6 +92,8 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         self.sets.is_restoring = False
         self.samples = state.samples
         self.samples.restore()
+        self.states = state.states
+        self.states.restore()
         self.times.begin_anew()  # what was replayed was another process's
         self.steps.recovered()
         if storage.is_torn:
@@ -372,6 +375,57 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
             return b""
         with self._chunks[0].changed.lock:
             return self.samples.account(version)
+
+    # States beside the weights.
+
+    def keep_state(self, request: pb.KeepStateRequest) -> pb.KeepStateResponse:
+        """Keeps or returns what a worker has beside the weights, as KeepState says.
+
+        Raises:
+            ArgumentError: as KeepState says.
+        """
+        if not self.samples.has_first_chunk:
+            raise WrongShardError("shard 0 alone keeps states; ask there")
+        stages, given = pb.KeepStateRequest.Stage, Given(
+            request.worker_id, request.step, request.state
+        )
+        response = pb.KeepStateResponse()
+        if request.stage == stages.STAGE_GET:
+            found = self.states.get(request.worker_id, request.step)
+            if found is not None:
+                response = pb.KeepStateResponse(**found._asdict())
+                others = self._living() - {request.worker_id}
+                response.is_awaited = found.step < request.step and bool(others)
+            return response
+        if request.stage == stages.STAGE_LOAD:
+            if self._register.has_begun:
+                raise ArgumentError(
+                    f"parameter {self.spec.name!r} has first weights, so its workers have states "
+                    "of their own; delete it before",
+                    parameter=self.spec.name,
+                )
+        elif request.stage != stages.STAGE_PUT:
+            raise ArgumentError(f"stage must be one of KeepStateRequest; got {request.stage}")
+        elif request.step > self._tracker.version_max() + 1:
+            raise ArgumentError(
+                f"a state of step {request.step} of parameter {self.spec.name!r}, which is at step "
+                f"{self._tracker.version_max()}; give it with the gradient of that step",
+                parameter=self.spec.name,
+            )
+        self.states.put(given)
+        return response
+
+    def _living(self) -> set[str]:
+        with self._register.lock:
+            return {worker_id for worker_id, _, _ in self._crew.living()}
+
+    def held_states(self, version: int) -> AbstractContextManager[Held]:
+        """Holds the states that a snapshot of a version has at its end."""
+        return self.states.held(version)
+
+    def states_of(self, held: Held, deadline: RequestDeadline) -> list[Given]:
+        """Returns a snapshot's states; its request waits for those of workers on their way."""
+        return self.states.whole(held, self._living(), deadline)
 
     def _give_on(self, seat: ParameterSeat) -> None:
         self.sets.give_on(seat)

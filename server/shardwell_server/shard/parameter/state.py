@@ -13,6 +13,7 @@ from shardwell_server.shard.parameter.open_sets import OpenSets
 from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.samples import Samples
 from shardwell_server.shard.parameter.snapshot import Snapshots
+from shardwell_server.shard.parameter.training_states import TrainingStates
 from shardwell_server.shard.slice import SharedParts, SliceState
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
@@ -57,6 +58,7 @@ class ParameterState(SliceState[ParameterSeat]):
             has_first_chunk=config.shard_index == 0 and size > 0,
             is_whole=size == spec.size,
         )
+        self.states = TrainingStates(spec, storage)
         self.snapshots = Snapshots(
             spec,
             self.chunks,

@@ -9,6 +9,7 @@ Files of a parameter's directory; the arrays are plain little-endian float32:
     undo              what chunks were that are being changed           (undo.py)
     events            seats, first weights, learning rates              (records/event_log.py)
     samples           which samples have counted, where they are dealt  (records/event_log.py)
+    states            what workers keep beside the weights              (records/event_log.py)
     image-*, journal-*    what survives the machine                     (storage.py)
 
 A transition, in the order of its writes (docs/adr/0007-crash-safety.md has the proof):
@@ -28,7 +29,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from fastcrc import crc32
@@ -42,6 +43,7 @@ from shardwell_server.store.contract import (
     Event,
     JournalEntry,
     Layout,
+    LogName,
     ParameterStorage,
     Transition,
     check_not_retired,
@@ -91,8 +93,12 @@ class MmapParameter(MmapStorage, ParameterStorage):
             Transition.ADD: summed,
             Transition.CLOSE: self._parts(self.weights, *self.slots),
         }
-        self._samples = EventLog(home.path / "samples", home.salt, home.reached)
-        self._has_samples = not is_new and (home.path / "samples").exists()
+        self._logs = {
+            name: EventLog(home.path / name, home.salt, home.reached) for name in get_args(LogName)
+        }
+        self._used_logs = {
+            name for name in self._logs if not is_new and (home.path / name).exists()
+        }
         self._undo = UndoArea(opened("undo", undo.file_size(layout)), home)
         size = kept_size(layout)
         self._kept = KeptWeights(opened("kept", size), layout, home.reached) if size else None
@@ -218,28 +224,30 @@ class MmapParameter(MmapStorage, ParameterStorage):
     def kept(self, chunk_index: int, version: int) -> bytes | None:
         return None if self._kept is None else self._kept.get(chunk_index, version)
 
-    def sample_events(self) -> Sequence[Event]:
-        return self._samples.read() if self._has_samples else ()
+    def noted(self, log: LogName) -> Sequence[Event]:
+        if log not in self._used_logs:
+            return ()
+        return self._logs[log].read(is_cut_off=log == "states" and self.is_torn)
 
-    def log_samples(self, event: Event) -> None:
+    def note(self, log: LogName, event: Event) -> None:
         check_not_retired(self)
-        if not self._has_samples:
-            self._samples.begin()
-            self._has_samples = True
-        self._samples.append(event)
+        if log not in self._used_logs:
+            self._logs[log].begin()
+            self._used_logs.add(log)
+        self._logs[log].append(event)
 
-    def compact_samples(self, events: Callable[[], Sequence[Event]]) -> None:
-        if self._has_samples and self._samples.is_long:
-            self._samples.compact(events())
+    def compact_notes(self, log: LogName, events: Callable[[], Sequence[Event]]) -> None:
+        if log in self._used_logs and self._logs[log].is_long:
+            self._logs[log].compact(events())
 
     def start_journal(self, *, syncs_each: bool, is_new: bool = False) -> None:
-        self._samples.is_synced = True
+        self._logs["samples"].is_synced = True  # "states" are read up to where they are whole
         super().start_journal(syncs_each=syncs_each, is_new=is_new)
 
     def _sync_unmapped(self) -> None:
         super()._sync_unmapped()
-        if self._has_samples:
-            sync_path(self.home.path / "samples")
+        for name in self._used_logs:
+            sync_path(self.home.path / name)
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         check_not_retired(self)

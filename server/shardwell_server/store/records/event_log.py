@@ -69,7 +69,8 @@ class EventLog:
                 os.fsync(file)
         self._end, self._reserved = end, end + _GROWTH_BYTES
 
-    def read(self) -> list[Event]:
+    def read(self, *, is_cut_off: bool = False) -> list[Event]:
+        """Returns the events; `is_cut_off`: those before the first that power was lost in."""
         with failing(self._path, "reading it"):
             data = self._path.read_bytes()
         head, end = data[:_HEAD_BYTES], 0
@@ -82,14 +83,19 @@ class EventLog:
         if not _HEAD_BYTES <= end <= len(data) or head != self._head(end):
             raise self._damaged("its first line")
         events = []
+        read_end = _HEAD_BYTES
         for number, line in enumerate(data[_HEAD_BYTES:end].splitlines(keepends=True), start=2):
             try:
                 event = json.loads(line[9:])
             except ValueError:
-                raise self._damaged(f"line {number}") from None
-            if line != self._line(event):
+                event = None
+            if event is None or line != self._line(event):
+                if is_cut_off:
+                    end = read_end
+                    break
                 raise self._damaged(f"line {number}")
             events.append(event)
+            read_end += len(line)
         self._end, self._reserved = end, len(data)
         return events
 

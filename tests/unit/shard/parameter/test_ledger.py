@@ -58,18 +58,18 @@ class Lines:
         self.is_dead = False
         self.dies_after: int | None = None
 
-    def log_samples(self, event: Any) -> None:
+    def note(self, log: str, event: Any) -> None:
         if self.is_dead:
             raise KilledError
         self.lines.append(json.dumps(event))
         self._written()
 
-    def compact_samples(self, events: Callable[[], Sequence[Any]]) -> None:
+    def compact_notes(self, log: str, events: Callable[[], Sequence[Any]]) -> None:
         if self.is_long:
             self.lines = [json.dumps(event) for event in events()]
             self.is_long = False
 
-    def sample_events(self) -> list[Any]:
+    def noted(self, log: str) -> list[Any]:
         return [json.loads(line) for line in self.lines]
 
     def _written(self) -> None:

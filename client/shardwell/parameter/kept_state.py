@@ -1,0 +1,319 @@
+"""What a worker's training has beside the weights: objects whose states the shards keep.
+
+A state of step t is what the objects are when t begins: before its batch is drawn, and after all
+that the loop does behind the step before. It leaves ahead of t's gradient. Where the objects are:
+
+    at        event                                                    next
+    step t    `capture`: as t begins                                   t, captured
+    step t    a step of this worker ends; its loop's tail follows      t + 1
+    any       `load` of a state of step u                              u
+
+So where steps close without this worker, `at` falls behind its next step: the objects take the
+state that others bring. Generators are each worker's own, and no other's state is put into them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwell.errors import ArgumentError, CorruptChunkError, LimitError
+from shardwell.parameter.opening import ParameterOpening
+from shardwell.rpc.call_scope import CallScope
+from shardwell.rpc.cluster import Shards
+from shardwell.rpc.retry import Attempts
+from shardwell.specs.parameter import STATE_SIZE_MAX_BYTES, ParameterSpec
+from shardwell.v1 import parameter_server_pb2 as pb
+from shardwell.wire.state_tree import ArrayForm, packed, unpacked
+
+_LOG = logging.getLogger("shardwell")
+_Stage = pb.KeepStateRequest
+_AWAIT_S = 2.0
+"""How long a worker that missed steps waits for the state of the next one."""
+_AWAIT_PAUSE_S = 0.02
+_NAME_SIZE_MAX = 200
+
+
+class ReadState(NamedTuple):
+    """A state as it was kept."""
+
+    steps: Mapping[str, int]
+    """The next step of each parameter and table of its worker then, by "parameter 'net'"."""
+    objects: Mapping[str, Any]
+    step: int
+    is_own: bool
+    """True if this worker gave it, or an earlier process of it."""
+
+
+class KeptState:
+    """The objects of one parameter's worker. For one thread at a time."""
+
+    def __init__(
+        self, name: str, objects: Mapping[str, Any], forms: Sequence[ArrayForm], at: int
+    ) -> None:
+        if not isinstance(objects, Mapping) or not all(
+            isinstance(key, str) and 0 < len(key) <= _NAME_SIZE_MAX for key in objects
+        ):
+            raise ArgumentError(
+                'give objects by name, such as keep_state({"noise": generator}); got '
+                f"{objects!r:.100}"
+            )
+        self._name = name
+        self._objects = dict(objects)
+        self._forms = forms
+        for key, each in self._objects.items():
+            _check_object(key, each)
+        self.at = at
+        self.captured_step = -1
+        self.pending: tuple[int, bytes] | None = None
+        """What was captured, until the shards have it."""
+
+    def capture(self, step: int, steps: Mapping[str, int]) -> None:
+        """Takes the objects' states as that of `step`.
+
+        Raises:
+            ArgumentError: a state has what can't be kept, or all of them are too large.
+        """
+        found = {key: _state_of(each) for key, each in self._objects.items()}
+        data = packed({"steps": dict(steps), "objects": found}, "the state", self._forms)
+        if len(data) > STATE_SIZE_MAX_BYTES:
+            sizes = {key: len(packed(each, key, self._forms)) for key, each in found.items()}
+            largest = max(sizes, key=lambda key: sizes[key])
+            raise ArgumentError(
+                f"the state of parameter {self._name!r} has {len(data)} bytes, {sizes[largest]} of "
+                f"them of {largest!r}, and the shards keep {STATE_SIZE_MAX_BYTES}: leave it out, "
+                "and keep large tensors in a parameter of their own, such as one of "
+                "shardwell.Average()",
+                parameter=self._name,
+            )
+        self.at = self.captured_step = step
+        self.pending = step, data
+
+    def read(self, data: bytes, step: int, *, is_own: bool) -> ReadState:
+        """Returns what was kept."""
+        found = unpacked(data, self._forms)
+        try:
+            steps, objects = found["steps"], found["objects"]
+            if all(type(each) is int for each in steps.values()) and isinstance(objects, dict):
+                return ReadState(steps, objects, step, is_own)
+        except (AttributeError, KeyError, TypeError):
+            pass
+        raise CorruptChunkError(
+            f"the state that the shards keep of parameter {self._name!r} has no steps and objects",
+            parameter=self._name,
+        )
+
+    def load(self, state: ReadState) -> None:
+        """Puts a state into the objects.
+
+        Raises:
+            ArgumentError: an object refuses its state; names it.
+        """
+        for key, each in self._objects.items():
+            if key not in state.objects:
+                _LOG.warning(
+                    "parameter %r: the state of step %d has no %r, which is left as it is",
+                    self._name,
+                    state.step,
+                    key,
+                )
+            elif state.is_own or not _is_generator(each):
+                try:
+                    _load_into(each, state.objects[key])
+                except Exception as error:
+                    raise ArgumentError(
+                        f"{key!r} refuses the state of step {state.step} that the shards keep of "
+                        f"parameter {self._name!r} ({error!r:.200}); give the object that the "
+                        "training began with, or none",
+                        parameter=self._name,
+                    ) from error
+        left = state.objects.keys() - self._objects.keys()
+        if left:
+            _LOG.warning(
+                "parameter %r: the state of step %d has %s, which this program does not give to "
+                "keep_state, so it is lost",
+                self._name,
+                state.step,
+                ", ".join(map(repr, sorted(left))),
+            )
+        self.at = state.step
+
+
+def _check_object(key: str, each: Any) -> None:
+    if not (
+        _is_generator(each)
+        or isinstance(each, MutableMapping)
+        or (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+    ):
+        raise ArgumentError(
+            f"{key!r} is a {type(each).__name__}, whose state can't be kept: give an object with "
+            "state_dict() and load_state_dict(), a dict that the program changes, or a generator "
+            "of random numbers"
+        )
+
+
+def _is_generator(each: Any) -> bool:
+    is_torch = hasattr(each, "get_state") and hasattr(each, "set_state")
+    return isinstance(each, np.random.Generator | random.Random) or is_torch
+
+
+def _state_of(each: Any) -> Any:
+    if isinstance(each, np.random.Generator):
+        return each.bit_generator.state
+    if isinstance(each, random.Random):
+        return each.getstate()
+    if _is_generator(each):
+        return each.get_state()
+    return dict(each) if isinstance(each, MutableMapping) else each.state_dict()
+
+
+def _load_into(each: Any, state: Any) -> None:
+    if isinstance(each, np.random.Generator):
+        each.bit_generator.state = state
+    elif isinstance(each, random.Random):
+        each.setstate(state)
+    elif _is_generator(each):
+        each.set_state(state)
+    elif isinstance(each, MutableMapping):
+        each.clear()
+        each.update(state)
+    else:
+        each.load_state_dict(state)
+
+
+class KeptStates:
+    """What one parameter's worker keeps on shard 0. `send_ahead` on a thread of the client's."""
+
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        opening: ParameterOpening,
+        calls: CallScope,
+        shards: Shards,
+        next_step: Callable[[], int],
+    ) -> None:
+        self._spec = spec
+        self._opening = opening
+        self._calls = calls
+        self._shards = shards
+        self._next_step = next_step
+        self._kept: KeptState | None = None
+
+    def begin(
+        self, objects: Mapping[str, Any], forms: Sequence[ArrayForm], timeout_s: float | None
+    ) -> None:
+        """Keeps objects, and puts into them what is kept; see `Parameter.keep_state`."""
+        spec = self._spec
+        if spec.mode != "sync" or spec.fragment is not None:
+            kind = "asynchronous" if spec.mode != "sync" else "outer"
+            raise ArgumentError(
+                f"parameter {spec.name!r} has {kind} steps, and no state is kept of these; keep "
+                "one with a parameter of mode='sync', or with the program",
+                parameter=spec.name,
+            )
+        kept = KeptState(spec.name, objects, forms, self._next_step())
+        found = self._found(kept, timeout_s)
+        if found is not None:
+            if found.is_own and not spec.has_open_sets:
+                self._shards.resumed = found.steps
+                for each in list(self._shards.handles):
+                    each.resume()
+            kept.load(found)
+            if found.step != self._next_step():
+                _LOG.warning(
+                    "parameter %r: the state that is kept is of step %d, and this worker is at "
+                    "step %d: it lacks what the loop did behind the steps between",
+                    spec.name,
+                    found.step,
+                    self._next_step(),
+                )
+        self._kept = kept
+
+    def note(self) -> None:
+        """Takes the objects as they are now; see `Parameter.note_state`."""
+        kept, step = self._kept, self._next_step()
+        if kept is None:
+            return
+        if self._spec.has_open_sets and kept.at < step:
+            found = self._found(kept, waits=True)
+            if found is not None and found.step > kept.at:
+                kept.load(found)
+        self._capture(kept)
+        with contextlib.suppress(LimitError):  # it leaves with the gradient, else
+            self._calls.start(self._send, in_turn=True)
+
+    def end(self, timeout_s: float | None) -> None:
+        """Keeps the objects as they are behind the last step, unless the next has begun."""
+        kept = self._kept
+        if kept is not None and kept.captured_step < self._next_step():
+            self._capture(kept)
+            self._calls.run(self._send, timeout_s, in_turn=True)
+
+    def drop(self) -> None:
+        """Keeps nothing more."""
+        self._kept = None
+
+    def note_step(self) -> None:
+        """Takes note that a step of this worker has ended, behind which its loop goes on."""
+        if self._kept is not None:
+            self._kept.at += 1
+
+    def send_ahead(self, attempts: Attempts) -> None:
+        """Has shard 0 keep the state of the next step, before a gradient of it leaves."""
+        kept = self._kept
+        if kept is not None:
+            if kept.captured_step != self._next_step():
+                self._capture(kept)
+            self._send(attempts)
+
+    def _capture(self, kept: KeptState) -> None:
+        handles = [each for each in list(self._shards.handles) if each.may_go_back]
+        kept.capture(self._next_step(), {each.what: each.next_step for each in handles})
+
+    def _found(
+        self, kept: KeptState, timeout_s: float | None = None, *, waits: bool = False
+    ) -> ReadState | None:
+        def ask(attempts: Attempts) -> pb.KeepStateResponse:
+            end_s = attempts.remaining_s - _AWAIT_S
+            while True:
+                answer = self._call(attempts, stage=_Stage.STAGE_GET, step=self._next_step())
+                if not (waits and answer.is_awaited) or attempts.remaining_s <= max(end_s, 0):
+                    return answer
+                attempts.pause(_AWAIT_PAUSE_S)
+
+        answer = self._calls.run(ask, timeout_s)
+        if not answer.worker_id:
+            return None
+        is_own = answer.worker_id == self._opening.worker_id
+        return kept.read(answer.state, int(answer.step), is_own=is_own)
+
+    def _send(self, attempts: Attempts) -> None:
+        kept = self._kept
+        pending = None if kept is None else kept.pending
+        if kept is not None and pending is not None:
+            step, state = pending
+            self._call(attempts, stage=_Stage.STAGE_PUT, step=step, state=state)
+            if kept.pending is pending:
+                kept.pending = None
+
+    def _call(self, attempts: Attempts, **fields: Any) -> pb.KeepStateResponse:
+        opening, channel = self._opening, self._shards.channels[0]
+
+        def ask() -> pb.KeepStateResponse:
+            request = pb.KeepStateRequest(
+                shard=channel.identity,
+                worker_id=opening.worker_id,
+                incarnation=opening.incarnation,
+                **opening.of,
+                **fields,
+            )
+            bound_s = attempts.rest_s
+            kind = pb.KeepStateResponse
+            return channel.call("KeepState", request, kind, timeout_s=bound_s, **opening.of)
+
+        return attempts.run(ask)
