@@ -28,7 +28,7 @@ from shardwell.torch.collectives import all_reduce_hook, broadcast_state
 from shardwell.torch.diloco import DiLoCo
 from shardwell.torch.embedding import Embedding, EmbeddingBag
 from shardwell.torch.loop.mean_gradients import MeanGradients, mean_gradients
-from shardwell.torch.loop.prepare import prepare
+from shardwell.torch.loop.prepare import Prepared, prepare
 from shardwell.torch.loop.shares import SharedLoader
 from shardwell.torch.optimizer import ServerOptimizer
 
@@ -45,6 +45,7 @@ __all__ = [
     "EmbeddingBag",
     "LightningCallback",
     "MeanGradients",
+    "Prepared",
     "ServerOptimizer",
     "SharedLoader",
     "TrainerCallback",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +18,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from shardwell.checkpoint.format import Checkpoint
 from shardwell.client import Client, check_client
 from shardwell.errors import ArgumentError, SpecMismatchError, UnknownParameterError
 from shardwell.parameter.feedback import Outcome
@@ -23,6 +26,7 @@ from shardwell.parameter.parameter import LateName, Parameter
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.dealing import dealt
 from shardwell.process.connected import Connected
+from shardwell.rpc.cluster_status import all_rows
 from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Average, Optimizer
 from shardwell.specs.parameter import CodecName, ModeName
@@ -165,6 +169,8 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Weight of this worker's next gradients in the mean, such as the number of samples."""
         self.saves_values = False
         """True if `state_dict` has weights and the update rule's arrays, too."""
+        self.keeps_state = False
+        """True if the shards keep what `prepare` was given beside the model."""
         if isinstance(optimizer, Average) or not isinstance(optimizer, Optimizer):
             raise ArgumentError(
                 "optimizer must be an update rule, as shardwell.AdamW(3e-4); got "
@@ -314,7 +320,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             ShardwellError: as `Parameter.exchange`.
             SystemExit: see `is_leaving`.
         """
-        with self._model.step(self._is_draining):
+        with self._ending_in_step(), self._model.step(self._is_draining):
             found_inf, scale = self._left_by_scaler()
             loss = None
             if closure is not None:
@@ -325,6 +331,14 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             if found_inf is not None:  # which the scaler removes
                 self.found_inf, self.grad_scale = found_inf, scale
             return loss
+
+    @contextlib.contextmanager
+    def _ending_in_step(self) -> Iterator[None]:
+        try:
+            yield
+        except SystemExit:  # what the loop does behind the step, it does not do
+            self.parameter.drop_state()
+            raise
 
     def _is_draining(self) -> bool:
         return self.parameter.is_draining
@@ -551,6 +565,22 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
                 "pushes; train in bfloat16, which needs none"
             )
         return found_inf, scale
+
+
+def save_training(
+    optimizers: Sequence[ServerOptimizer],
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+) -> Checkpoint:
+    """Saves the parameters of optimizers, what the cluster has beside them, and models' tables."""
+    client = optimizers[0].client
+    own = {each.parameter.name for each in optimizers}
+    beside = re.compile(rf"(?:{'|'.join(map(re.escape, own))})\.(?:first|frozen(?:\.[0-9]+)?)")
+    known = [each.name for each in all_rows(client.status()) if each.ready]
+    names = [name for name in known if name in own or beside.fullmatch(name)]
+    tables = [module.table.name for each in optimizers for module in _tables(each._model.model)]
+    return client.save_checkpoint(path, names, list(dict.fromkeys(tables)), keep=keep)
 
 
 def _tables(model: torch.nn.Module) -> list[TableModule]:

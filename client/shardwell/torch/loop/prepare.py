@@ -8,20 +8,27 @@ import functools
 import logging
 import os
 import sys
+import time
 import weakref
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from shardwell.checkpoint.format import Checkpoint
+from shardwell.checkpoint.steps import StepPaths
 from shardwell.client import WORKER_ID_VARIABLE, Client, connect
-from shardwell.errors import ArgumentError
+from shardwell.errors import ArgumentError, WorkersMissingError
 from shardwell.group.launch import known_launcher
 from shardwell.numerics.arguments import check_integer
 from shardwell.parameter.parameter import Parameter
 from shardwell.process.environment import variable
+from shardwell.rpc.cluster_status import all_rows
 from shardwell.rpc.session import unique_worker_id
 from shardwell.specs.checks import check_number
 from shardwell.specs.samples import Samples
+from shardwell.torch.loop.kept_objects import TensorForm, attached, objects_of
 from shardwell.torch.loop.mean_gradients import MeanGradients, mean_gradients
 from shardwell.torch.loop.rules import shards_rule
 from shardwell.torch.loop.shares import (
@@ -32,13 +39,15 @@ from shardwell.torch.loop.shares import (
     samples_of,
 )
 from shardwell.torch.mistakes import check_model, described
-from shardwell.torch.optimizer import ServerOptimizer
+from shardwell.torch.optimizer import ServerOptimizer, save_training
 from shardwell.torch.untrained import hand_over_model
+from shardwell.training.leave_request import EXIT_CODE
 
 _LOG = logging.getLogger("shardwell")
 _CALL = "model, optimizer, loader = shardwell.torch.prepare(model, optimizer, loader)"
 _ACCUMULATED_MAX = 2**20
 _NAME = "model"
+_RESUME_PAUSE_S = 0.2
 _OF_MEANS = frozenset({"name", "worker_count", "codec", "clip_norm", "timeout_s"})
 """Options that an optimizer on the workers has a use for."""
 
@@ -54,8 +63,12 @@ def prepare(
     client: Client | None = None,
     gradient_accumulation_steps: int = 1,
     seed: int = 0,
+    schedule: Any = None,
+    scaler: Any = None,
+    state: Mapping[str, Any] | None = None,
+    resume: str | os.PathLike[str] | None = None,
     **options: Any,
-) -> tuple[ModelT, Any, Any]:
+) -> Prepared:
     """Makes a plain training loop one worker's of several: model, optimizer and loader of it.
 
         model, optimizer, loader = shardwell.torch.prepare(model, optimizer, loader)
@@ -67,7 +80,8 @@ def prepare(
 
     Start as many workers as you like with `shardwell run -n 2 -- python train.py`, torchrun, srun
     or mpirun. One that is killed and started again goes on at the cluster's step, with its weights,
-    optimizer state and batches. Rank 0 (`optimizer.client.rank`) saves and evaluates.
+    optimizer state and batches, and with what `schedule`, `scaler` and `state` are: as if nothing
+    had happened. Rank 0 (`optimizer.client.rank`) saves, with `Prepared.save`, and evaluates.
 
     Args:
         model: See `ServerOptimizer`; it is returned as it is.
@@ -90,14 +104,26 @@ def prepare(
             worker that is started again finds its place in the data by it. Others need none.
         seed: Seed of shuffling, the same on all workers; it is added to that of the loader's
             generator.
+        schedule: A scheduler of torch's, or a list of them, made of the optimizer. The shards keep
+            its state with each step, and so they do of the statistics of BatchNorm, and all that
+            the next two have: a worker that is started again, and one that goes on from a
+            checkpoint, has those of its step; one that comes anew has another one's. See
+            `Parameter.keep_state`. A loop steps it behind the optimizer, as ever.
+        scaler: A `torch.amp.GradScaler`.
+        state: More objects by name, with `state_dict()` and `load_state_dict()`, dicts, or
+            generators: a moving average of small models' weights, `torch.default_generator`, a
+            counter. All of it has 1,000,000 bytes at most.
+        resume: A checkpoint that `Prepared.save`, a callback or the keeper has made, with `{step}`
+            the newest: rank 0 restores it, with what is beside it, into a cluster that has not this
+            training, and all go on there. Where there is none yet, the training begins.
         options: Options of `ServerOptimizer`: worker_count (default: as many as the launcher has
             started, else 1), members, name, codec and others. And `clip_norm`: the mean gradient of
             all workers is scaled down to this norm, by the shards or, where the optimizer stays
             there, on each worker; take it in place of clip_grad_norm_, which clips a worker's own.
 
     Returns:
-        The model, a `ServerOptimizer` (or the optimizer that was given, where it stays on the
-        workers), and a `SharedLoader`. `optimizer.client` is the client.
+        `Prepared`, a tuple: the model, a `ServerOptimizer` (or the optimizer that was given, where
+        it stays on the workers), and a `SharedLoader`. `optimizer.client` is the client.
 
     Raises:
         ArgumentError: the optimizer, the loader or an option can't be; says what to do.
@@ -138,11 +164,110 @@ def prepare(
             )
         prepared: Any = optimizer
         stepper: ServerOptimizer | MeanGradients = optimizer
+        if resume is not None:
+            raise ArgumentError(
+                "resume= restores before the ServerOptimizer is made; give prepare() an optimizer "
+                "of torch, or call client.restore_checkpoint() before"
+            )
     else:
-        prepared, stepper = _prepared(model, optimizer, client, options)
-    if samples is None:
-        return model, prepared, None
-    return model, prepared, SharedLoader(loader, _batches(stepper, samples, batches_per_step))
+        prepared, stepper = _prepared(model, optimizer, client, options, resume)
+    batches = None if samples is None else _batches(stepper, samples, batches_per_step)
+    if isinstance(stepper, ServerOptimizer):
+        schedules = attached(schedule, optimizer, prepared)
+        kept = objects_of(model, prepared, schedules, scaler, {} if state is None else state)
+        _keep(stepper, kept, batches)
+    shared = None if batches is None else SharedLoader(loader, batches)
+    return Prepared(model, prepared, shared)
+
+
+class Prepared(NamedTuple):
+    """A model, its optimizer and its loader, as `prepare` returns them.
+
+    Examples:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> training = shardwell.torch.prepare(model, plain, client=client, name="to_save")
+        >>> checkpoint = training.save("runs/{step}", keep=3)
+        >>> checkpoint.parameters[0].version
+        0
+        >>> training.optimizer.close()
+    """
+
+    model: Any
+    optimizer: Any
+    loader: Any
+
+    def save(self, path: str | os.PathLike[str], *, keep: int | None = None) -> Checkpoint:
+        """Saves the whole training: what `prepare(resume=)` goes on with, on any number of shards.
+
+        That is weights and optimizer state, buffers and frozen tensors, tables of the model's
+        `Embedding`s, the account of samples, and what `prepare` keeps of each worker, all of one
+        step. Rank 0 calls it, between two steps: behind all that the loop does after `step`.
+
+        Args:
+            path: See `Client.save_checkpoint`.
+            keep: See there.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            ArgumentError: the optimizer stays on the workers, whose state no shard has.
+            ShardwellError: as `Client.save_checkpoint`.
+        """
+        if not isinstance(self.optimizer, ServerOptimizer):
+            raise ArgumentError(
+                f"this {type(self.optimizer).__name__} stays on the workers, and so does its "
+                "state: torch.save() both on rank 0"
+            )
+        return save_training([self.optimizer], path, keep=keep)
+
+
+def _keep(
+    optimizer: ServerOptimizer, objects: Mapping[str, Any], batches: SharedBatches | None
+) -> None:
+    if objects and optimizer.parameter.spec.mode == "sync":
+        optimizer.parameter.keep_state(objects, forms=[TensorForm()])
+        optimizer.keeps_state = True
+        if batches is not None:
+            batches.before_step = functools.partial(_begin_step, weakref.ref(optimizer))
+
+
+def _begin_step(of: weakref.ref[ServerOptimizer]) -> None:
+    optimizer = of()
+    if optimizer is not None and not optimizer.parameter.is_closed:
+        optimizer.parameter.note_state()
+        if optimizer.is_leaving:  # behind the whole step, whose state is kept now
+            raise SystemExit(EXIT_CODE)
+
+
+def _resume(client: Client, path: str | os.PathLike[str], name: str, crew: int | None) -> None:
+    """Restores the newest checkpoint, unless the cluster has the training already."""
+    launcher = known_launcher(os.environ)
+    if crew is not None and launcher is not None and launcher.rank:
+        end_s = time.monotonic() + client.timeout_s
+        while not _is_there(client, name):
+            if time.monotonic() >= end_s:
+                raise WorkersMissingError(
+                    f"rank 0 has not restored or begun parameter {name!r} within "
+                    f"{client.timeout_s:g} s; start it, with resume=, too",
+                    parameter=name,
+                )
+            time.sleep(_RESUME_PAUSE_S)
+        return
+    where = StepPaths.of(Path(os.path.abspath(path)))
+    has_any = bool(where.steps()) if where is not None else os.path.exists(path)
+    if _is_there(client, name) or not has_any:
+        return
+    try:
+        client.restore_checkpoint(path, worker_count=crew)
+    except ArgumentError:  # another elastic worker was faster
+        if crew is not None or not _is_there(client, name):
+            raise
+
+
+def _is_there(client: Client, name: str) -> bool:
+    return any(each.name == name and each.ready for each in all_rows(client.status()))
 
 
 def _prepared(
@@ -150,6 +275,7 @@ def _prepared(
     optimizer: torch.optim.Optimizer,
     client: Client | None,
     options: dict[str, Any],
+    resume: str | os.PathLike[str] | None,
 ) -> tuple[Any, ServerOptimizer | MeanGradients]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentError(
@@ -175,6 +301,8 @@ def _prepared(
             "shards do not have; pass one that is new: a training that goes on has its state on "
             "the cluster, and client.restore_checkpoint() brings back that of a checkpoint"
         )
+    if resume is not None:
+        _resume(client, resume, str(options.get("name", _NAME)), crew)
     options = {name: given for name, given in options.items() if name != "clip_norm"}
     prepared = ServerOptimizer(
         model,

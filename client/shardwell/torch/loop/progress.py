@@ -15,7 +15,7 @@ from shardwell.checkpoint.steps import StepPaths
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
 from shardwell.specs.parameter import STEP_MAX
-from shardwell.torch.optimizer import ServerOptimizer
+from shardwell.torch.optimizer import ServerOptimizer, save_training
 from shardwell.training.leave_request import EXIT_CODE
 
 _LOG = logging.getLogger("shardwell")
@@ -45,8 +45,8 @@ class StepProgress:
             check_integer("max_steps", max_steps, 1, STEP_MAX)
         self._optimizer: ServerOptimizer | None = None
         """The first one of the program, whose steps count."""
-        self._names: list[str] = []
-        """Parameters of all of them, which a checkpoint has."""
+        self._optimizers: list[ServerOptimizer] = []
+        """All of them, whose training a checkpoint has."""
         self._step = 0
         self._began_s = 0.0
         self._sample_count = 0
@@ -59,7 +59,7 @@ class StepProgress:
         found = [each for each in given if isinstance(each, ServerOptimizer)]
         if found:
             self._optimizer, self._step = found[0], found[0].next_step
-            self._names = [each.parameter.name for each in found]
+            self._optimizers = found
             self._began_s = time.monotonic()
             self._check_rest()
             _warn_of_ranks()
@@ -106,7 +106,7 @@ class StepProgress:
             and (step // self._every > before // self._every or self._is_done)
             and optimizer.client.rank == 0
         ):
-            optimizer.client.save_checkpoint(self._checkpoint, self._names, keep=self._keep)
+            save_training(self._optimizers, self._checkpoint, keep=self._keep)
 
     def _report(self, figures: Mapping[str, float]) -> None:
         """Reports figures of the step that ended last; before training, none."""

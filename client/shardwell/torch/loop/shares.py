@@ -67,6 +67,7 @@ _KEPT = (
     *("multiprocessing_context", "generator", "persistent_workers", "pin_memory_device"),
 )
 """Arguments of a DataLoader that its share has, too. Not `in_order`: its batches come in order."""
+_END = object()
 _KNOWN = inspect.signature(DataLoader.__init__).parameters
 """Of which older versions of torch have fewer."""
 _BY_HAND = (
@@ -217,6 +218,8 @@ class SharedBatches(Sampler[list[int]]):
         self._last_epoch = 0
         self._broke_off = False
         """True if the last pass that used batches was broken off."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called where an own iterator is about to fetch the first batch of a step."""
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
@@ -345,6 +348,11 @@ class SharedBatches(Sampler[list[int]]):
         one.has_ended, one.is_over = True, one.is_over and not one.drawn
         self._deals().put_back(self._left_by(one))
 
+    def begin_step(self) -> None:
+        """Calls `before_step`, unless the program has a batch of the step already."""
+        if not (self._used or any(each.yielded_count for each in self._passes)):
+            self.before_step()
+
     # Using.
 
     def note_backward(self, tensor: torch.Tensor) -> None:
@@ -436,7 +444,11 @@ class SharedLoader(DataLoader[Any]):
         one = self._batches.newest
         assert one is not None
         try:
-            for data in found:
+            while True:
+                self._batches.begin_step()
+                data = next(found, _END)
+                if data is _END:
+                    break
                 if one.took():
                     yield data
             one.has_ended = True
