@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,10 +28,18 @@ from shardwell.checkpoint.format import (
     CheckpointTable,
     RowsFile,
     SliceFile,
+    StateFile,
     rows_path,
     slice_path,
+    state_path,
 )
-from shardwell.checkpoint.tensor_files import WEIGHTS_NAME, TensorsWriter, slice_tensors, write_rows
+from shardwell.checkpoint.tensor_files import (
+    WEIGHTS_NAME,
+    TensorsWriter,
+    slice_tensors,
+    write_bytes,
+    write_rows,
+)
 from shardwell.errors import (
     ArgumentError,
     CorruptChunkError,
@@ -44,6 +53,7 @@ from shardwell.numerics.codec import CODECS, canonical_nans
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import wait_milliseconds, with_answer
+from shardwell.specs.names import check_name
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.transport.call_group import CallGroup
@@ -54,6 +64,7 @@ from shardwell.wire import messages as framing
 from shardwell.wire.chunks import ChunkCodec, check_chunk
 from shardwell.wire.row_state import RowState, RowStateCodec
 
+_LOG = logging.getLogger("shardwell")
 FILE_SIZE_BYTES = 32 * 2**20
 """So much of a shard's rows, about, goes to a file, and is in memory before."""
 _FIRST_WAIT_S = 1.0
@@ -303,10 +314,44 @@ class ParameterCapture(Capture[ParameterSpec]):
                 version_max = max(version_max, header.version)
                 rate = header.learning_rate
             size_bytes, crc = writer.finish()
+        states = list(self._states(channel, read))
+        if states:
+            more["states"] = tuple(states)
         file = SliceFile(
             path=name, offset=where.offset, size=where.size, size_bytes=size_bytes, crc32c=crc
         )
         return _Taken((file,), version_min, version_max, rate, more)
+
+    def _states(
+        self, channel: ShardChannel, read: Callable[[], bytes | None]
+    ) -> Iterator[StateFile]:
+        for index, message in enumerate(iter(read, None)):
+            header, payload = framing.parse(pb.SnapshotResponse, message)
+            try:
+                check_chunk(header.chunk, payload, checksum.snapshot(self._context, header))
+                worker_id = check_name("worker_id", header.worker_id)
+            except (ArgumentError, CorruptChunkError) as error:
+                raise self._corrupt(channel, error.message) from None
+            if not header.state or header.state_step > header.version:
+                raise self._corrupt(channel, "a message behind its end")
+            if header.state_step < header.version:
+                _LOG.warning(
+                    "checkpoint of parameter %r: worker %r has not begun step %d, so what it keeps "
+                    "beside the weights is that of step %d: without what its loop does between",
+                    self._spec.name,
+                    worker_id,
+                    header.version,
+                    header.state_step,
+                )
+            where = state_path(self._number, self._spec.name, index)
+            crc = write_bytes(self._fresh(where), header.state)
+            yield StateFile(
+                path=where,
+                worker_id=worker_id,
+                step=header.state_step,
+                size_bytes=len(header.state),
+                crc32c=crc,
+            )
 
     def _account(self, channel: ShardChannel, written: bytes) -> dict[str, Any]:
         try:

@@ -2,6 +2,7 @@
 
     DIR/manifest.json                               see manifest.py
     DIR/000001-NAME/slice-00000.safetensors         a parameter's slices, numbered by shard
+    DIR/000001-NAME/state-00000                     what a worker keeps beside the weights
     DIR/000002-NAME/rows-00000-000000.safetensors   a table's rows, by shard, in files of 32 MiB
 
 A slice is a contiguous range of a parameter: "weights", and the optimizer's state under the names
@@ -51,6 +52,20 @@ class SliceFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateFile:
+    """One worker's state beside the weights, as `Parameter.keep_state` kept it."""
+
+    path: str
+    """The path from the checkpoint's directory on, with forward slashes."""
+    worker_id: str
+    """Whose state it is."""
+    step: int
+    """The step that follows it: the version, or less where its worker was behind for too long."""
+    size_bytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointParameter:
     """A parameter as a checkpoint holds it.
 
@@ -74,6 +89,8 @@ class CheckpointParameter:
     """In the order of their offsets, without gaps."""
     samples: Mapping[str, Any] = field(default_factory=dict)
     """The account of each dataset's samples in `version`, by its name; `Parameter.batches`."""
+    states: tuple[StateFile, ...] = ()
+    """Those of workers; see `Parameter.keep_state`."""
 
     @property
     def name(self) -> str:
@@ -191,6 +208,8 @@ def load_id_of(entry: Entry) -> int:
         digest.update(f"{file.size_bytes} {file.crc32c:08x}\n".encode())
     if isinstance(entry, CheckpointParameter) and entry.samples:
         digest.update(json.dumps(entry.samples, sort_keys=True).encode())
+    for state in states_of(entry):
+        digest.update(f"{state.worker_id} {state.step} {state.crc32c:08x}\n".encode())
     digest.update(f"{entry.name} {entry.version} {entry.learning_rate}\n".encode())
     digest.update(entry.spec.to_proto().SerializeToString(deterministic=True))
     return int.from_bytes(digest.digest(), "little") or 1
@@ -290,7 +309,7 @@ class Checkpoint:
             StorageError: one is not; it is named.
         """
         for entry in entries_of(self):
-            for file in entry.files:
+            for file in (*entry.files, *states_of(entry)):
                 path = self.path / file.path
                 try:
                     found = os.stat(path)
@@ -301,7 +320,8 @@ class Checkpoint:
                         f"{path} has {found.st_size} bytes; expected a file of {file.size_bytes}; "
                         "take another copy of the checkpoint"
                     )
-                opened(self.path, entry, file).close()
+                if not isinstance(file, StateFile):
+                    opened(self.path, entry, file).close()
 
     def verify(self) -> None:
         """Reads all files and compares their CRCs.
@@ -318,13 +338,23 @@ class Checkpoint:
                     "take another copy of the checkpoint"
                 )
 
-    def _files(self) -> list[SliceFile | RowsFile]:
-        return [file for entry in entries_of(self) for file in entry.files]
+    def _files(self) -> list[SliceFile | RowsFile | StateFile]:
+        return [file for each in entries_of(self) for file in (*each.files, *states_of(each))]
 
 
 def entries_of(checkpoint: Checkpoint) -> list[Entry]:
     """The parameters of a checkpoint, then its tables."""
     return [*checkpoint.parameters, *checkpoint.tables]
+
+
+def states_of(entry: Entry) -> tuple[StateFile, ...]:
+    """The states of a parameter's workers; of a table none."""
+    return entry.states if isinstance(entry, CheckpointParameter) else ()
+
+
+def state_path(number: int, name: str, index: int) -> str:
+    """The path of a worker's state, with a number as that of a slice."""
+    return f"{number:06d}-{name}/state-{index:05d}"
 
 
 def slice_path(number: int, name: str, shard_index: int) -> str:

@@ -21,6 +21,9 @@
       ],
       "samples": {"train": {"length": 50000, "done": [[0, 81920]], ...}}
                               where there are any: see docs/adr/0042-samples.md; shard 0 reads it
+      "states": [{"path": "000001-model/state-00000", "worker_id": "model-0", "step": 120,
+                  "bytes": 1873, "crc32c": "01d0..."}, ...]
+                              where there are any: see docs/adr/0043-states.md
   "tables": [                 as parameters; their files without "offset" and "size":
         {"path": "000002-users/rows-00000-000000.safetensors", "rows": 1000,
          "bytes": 528792, "crc32c": "77fe..."}, ...
@@ -45,6 +48,8 @@ from shardwell.checkpoint.format import (
     Entry,
     RowsFile,
     SliceFile,
+    StateFile,
+    states_of,
 )
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
@@ -77,6 +82,7 @@ class _Number(NamedTuple):
 
 _COVERS: Mapping[Any, Mapping[str, _Number]] = {
     SliceFile: {"offset": _Number("offset", 0, SIZE_MAX), "size": _Number("size", 1, SIZE_MAX)},
+    StateFile: {"step": _Number("step", 0, STEP_MAX)},
     RowsFile: {"rows": _Number("row_count", 1, ROW_COUNT_MAX)},
 }
 _KINDS: Mapping[str, tuple[Any, Any, Any]] = {
@@ -112,6 +118,7 @@ def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:
+    states = [{**_file_json(each), "worker_id": each.worker_id} for each in states_of(entry)]
     return {
         "name": entry.name,
         "spec": json_format.MessageToDict(
@@ -128,15 +135,17 @@ def _to_json(entry: Entry) -> dict[str, Any]:
             if isinstance(entry, CheckpointParameter) and entry.samples
             else {}
         ),
-        "files": [
-            {
-                "path": file.path,
-                **{key: getattr(file, each.name) for key, each in _COVERS[type(file)].items()},
-                "bytes": file.size_bytes,
-                "crc32c": f"{file.crc32c:08x}",
-            }
-            for file in entry.files
-        ],
+        **({"states": states} if states else {}),
+        "files": [_file_json(file) for file in entry.files],
+    }
+
+
+def _file_json(file: Any) -> dict[str, Any]:
+    return {
+        "path": file.path,
+        **{key: getattr(file, each.name) for key, each in _COVERS[type(file)].items()},
+        "bytes": file.size_bytes,
+        "crc32c": f"{file.crc32c:08x}",
     }
 
 
@@ -210,7 +219,14 @@ def _entry(fields: Any, what: str) -> Any:
     kind, spec_kind, file_kind = _KINDS[what]
     message = json_format.ParseDict(_typed(fields, "spec", dict), spec_kind.MESSAGE())
     rate = fields["learning_rate"]
-    more = {"samples": _typed(fields, "samples", dict)} if "samples" in fields else {}
+    more: dict[str, Any] = {}
+    if what == "parameter":
+        more["samples"] = _typed({"samples": {}, **fields}, "samples", dict)
+        states = _typed({"states": [], **fields}, "states", list)
+        more["states"] = tuple(
+            _file(each, StateFile, worker_id=check_name("worker_id", each["worker_id"]))
+            for each in states
+        )
     entry = kind(
         **more,
         spec=spec_kind.from_proto(message),
@@ -243,7 +259,7 @@ def _check_entry(entry: Entry, fields: dict[str, Any], what: str) -> None:
         )
 
 
-def _file(fields: Any, kind: Any) -> Any:
+def _file(fields: Any, kind: Any, **more: Any) -> Any:
     path = _typed(fields, "path", str)
     if not all(_FILE_PART.fullmatch(part) for part in path.split("/")):
         raise ArgumentError(f"{path!r:.200} is no path below the checkpoint's directory")
@@ -255,7 +271,7 @@ def _file(fields: Any, kind: Any) -> Any:
         for key, each in _COVERS[kind].items()
     }
     size_bytes = check_integer("bytes", fields["bytes"], 1, 2**62)
-    return kind(path=path, size_bytes=size_bytes, crc32c=int(crc, 16), **cover)
+    return kind(path=path, size_bytes=size_bytes, crc32c=int(crc, 16), **cover, **more)
 
 
 def _check_cover(spec: ParameterSpec, files: Iterable[SliceFile]) -> None:

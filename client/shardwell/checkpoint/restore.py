@@ -36,7 +36,7 @@ from shardwell.checkpoint.format import (
 )
 from shardwell.checkpoint.save import chosen_names
 from shardwell.checkpoint.steps import inspect_checkpoint
-from shardwell.checkpoint.tensor_files import TensorsReader, read_rows
+from shardwell.checkpoint.tensor_files import TensorsReader, read_bytes, read_rows
 from shardwell.errors import (
     ArgumentError,
     DeadlineError,
@@ -310,6 +310,10 @@ class _CheckpointValues(Closing):
         self.learning_rate = None if rate == specified else rate
         self.load_id = load_id_of(entry)
         self.samples = _account_of(entry)
+        self.states = [
+            (each.worker_id, each.step, read_bytes(path / each.path, each.size_bytes, each.crc32c))
+            for each in entry.states
+        ]
         self._path = path
         self._entry = entry
         self._file: SliceFile | None = None

@@ -51,6 +51,30 @@ def file_error(path: Path, error: OSError, doing: str) -> StorageError:
     )
 
 
+def write_bytes(path: Path, data: bytes) -> int:
+    """Writes a new file of plain bytes, to the disk; returns their CRC32C."""
+    try:
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise file_error(path, error, "writing it") from None
+    return int(crc32.iscsi(data))
+
+
+def read_bytes(path: Path, size_bytes: int, crc: int) -> bytes:
+    """Returns a file's bytes; StorageError: they are not those that were written."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(size_bytes + 1)
+    except OSError as error:
+        raise file_error(path, error, "reading it") from None
+    if len(data) != size_bytes or crc32.iscsi(data) != crc:
+        raise StorageError(f"{path} was damaged; take another copy of the checkpoint")
+    return data
+
+
 def crc_of(path: Path) -> int:
     """Returns the CRC32C of a file, which is read in blocks."""
     crc, block = 0, bytearray(_BLOCK_SIZE_BYTES)

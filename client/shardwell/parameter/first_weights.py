@@ -7,7 +7,7 @@ success decides that they stand, then tells the others so (docs/adr/0005-steps.m
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -45,6 +45,8 @@ class FirstValues(Protocol):
     load_id: int
     samples: bytes
     """The account of the samples in that version, as a checkpoint has it; empty: there is none."""
+    states: Sequence[tuple[str, int, bytes]]
+    """What workers keep beside the weights: whose, before which step, the bytes."""
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
         """Returns a range of an array, (where.size,) of floating point; any thread calls it."""
@@ -55,6 +57,7 @@ class GivenValues:
 
     learning_rate: float | None = None
     samples = b""
+    states: Sequence[tuple[str, int, bytes]] = ()
 
     def __init__(self, *arrays: npt.NDArray[Any], version: int = 0, load_id: int = 0) -> None:
         self.size = arrays[0].size
@@ -111,6 +114,7 @@ class FirstWeights:
                             self.incarnation,
                             self.attempts,
                         )
+                    self._load_states()
                     version = send(self.channels[0])
                     self._confirm(claim.epoch)
                     self.is_own = True
@@ -121,6 +125,26 @@ class FirstWeights:
             # Not all at once: those who take turns in claiming would take it from one another.
             self.attempts.pause(random.uniform(0.5, 1.5) * pause_s)  # noqa: S311 (a pause)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    def _load_states(self) -> None:
+        shard = self.channels[0]
+        for worker_id, step, state in self.values.states:
+            request = pb.KeepStateRequest(
+                shard=shard.identity,
+                parameter=self.spec.name,
+                stage=pb.KeepStateRequest.STAGE_LOAD,
+                worker_id=worker_id,
+                step=step,
+                state=state,
+                incarnation=self.incarnation,
+            )
+            shard.call(
+                "KeepState",
+                request,
+                pb.KeepStateResponse,
+                timeout_s=self.attempts.rest_s,
+                parameter=self.spec.name,
+            )
 
     def _claim(self) -> pb.ClaimInitResponse:
         remaining_s = self.attempts.remaining_s
