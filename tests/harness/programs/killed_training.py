@@ -193,17 +193,8 @@ class KilledTraining:
         Returns:
             The programs that ended, in the order of `workers`.
         """
-        for proxy in self._proxies:
-            proxy.slow_down(delay_s=STEP_DELAY_S)
-        self.killed = killed = self._start(workers[0], self._slowed)
-        environment = self._direct if self._waits else self._slowed
-        others = [self._start(arguments, environment) for arguments in workers[1:]]
-        eventually(
-            "steps have ended",
-            lambda: killed.process.poll() is not None or self._versions() >= KILLED_AFTER,
-            timeout_s=END_TIMEOUT_S,  # a framework compiles its first step, slowed, beside others
-        )
-        assert killed.process.poll() is None, killed.log
+        self.killed, *others = self.begin(workers, KILLED_AFTER)
+        killed = self.killed
         killed.process.kill()
         killed.end()
         assert self._versions() < step_count
@@ -215,6 +206,28 @@ class KilledTraining:
         for worker in started:
             assert worker.end(END_TIMEOUT_S) == 0, (worker.lines, worker.log)
         return started
+
+    def begin(self, workers: Sequence[Sequence[str]], step: int) -> list[Program]:
+        """Starts workers that are slow, and waits until all shards have ended that many steps.
+
+        Args:
+            workers: Arguments of each.
+            step: How many, since the cluster began.
+        """
+        for proxy in self._proxies:
+            proxy.slow_down(delay_s=STEP_DELAY_S)
+        environment = self._direct if self._waits else self._slowed
+        first, *others = [
+            self._start(workers[0], self._slowed),
+            *(self._start(arguments, environment) for arguments in workers[1:]),
+        ]
+        eventually(
+            "steps have ended",
+            lambda: first.process.poll() is not None or self._versions() >= step,
+            timeout_s=END_TIMEOUT_S,  # a framework compiles its first step, slowed, beside others
+        )
+        assert first.process.poll() is None, first.log
+        return [first, *others]
 
     def run_launched(self) -> Program:
         """Trains with `shardwell run`, of which a worker is killed, and with the command again.

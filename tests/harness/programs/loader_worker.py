@@ -1,7 +1,7 @@
 """A worker process whose loader is prepared, and whose weights count visits; see data/visits.py.
 
-Arguments: how its loop is made (plain, accelerate, lightning, trainer), its worker id, and options:
-`epochs`, `dies_at` (a step), and those of `Visits`. It prints a line for each batch.
+Arguments: how its loop is made (plain, accelerate, epochs, lightning, trainer), its worker id, and
+options: `epochs`, `dies_at` (a step), and those of `Visits`. It prints a line for each batch.
 """
 
 from __future__ import annotations
@@ -55,6 +55,17 @@ def accelerate(run: Any, note: Any, epochs: int) -> None:
 
     loader = its.Accelerator(cpu=True).prepare(run.loader)
     for _ in range(epochs):
+        for (batch,) in loader:
+            note(batch)
+            run.step(batch)
+
+
+def epochs(run: Any, note: Any, epochs: int) -> None:
+    """As `accelerate`, which numbers its passes by itself; the loader as it was says the epochs."""
+    import accelerate as its
+
+    loader = its.Accelerator(cpu=True).prepare(run.loader)
+    for _ in run.loader.epochs(epochs):
         for (batch,) in loader:
             note(batch)
             run.step(batch)
@@ -130,7 +141,13 @@ def trainer(run: Any, note: Any, epochs: int) -> None:
     ).train()
 
 
-LOOPS = {"plain": plain, "accelerate": accelerate, "lightning": lightning, "trainer": trainer}
+LOOPS = {
+    "plain": plain,
+    "accelerate": accelerate,
+    "epochs": epochs,
+    "lightning": lightning,
+    "trainer": trainer,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

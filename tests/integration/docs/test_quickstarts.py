@@ -8,6 +8,7 @@ compared with what the workers print, line by line, digits apart; its commands f
 
 from __future__ import annotations
 
+import collections
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+import shardwell
 from harness.programs.commands import run_command
 from harness.programs.killed_training import (
     KILLED_AFTER,
@@ -36,8 +38,12 @@ PAGES = pages_of("quickstart")
 LINE_COUNT_MAX, FURTHER_LINE_COUNT_MAX = 82, 51
 """Of a page, and for each program beyond the first."""
 ACCURACY_MIN = 0.9
-EPOCH_STEP_COUNT = 41
-"""Of 1,300 digits in batches of 32."""
+LENGTH = 1300
+"""Digits to learn from."""
+EPOCH_STEP_COUNT_MIN = 10
+"""Of these, in batches of 64 at most and by two workers."""
+EPOCHS = r"(EPOCHS, .* = |\.epochs\()(\d+)"
+"""What says how often each sample counts."""
 KILL = "kill -9 %1"
 STARTS = r"w0 starts at step (\d+)"
 ENDS = r"accuracy (\S+) on held-out digits"
@@ -56,15 +62,15 @@ class PrintedProgram(NamedTuple):
 
     @property
     def epoch_count(self) -> int:
-        """How often each sample counts."""
-        return int(re.findall(r"in loader\.epochs\((\d+)\):", self.text)[0])
+        """How often each sample counts; 0: its loop counts steps."""
+        found = re.search(EPOCHS, self.text)
+        return int(found[2]) if found else 0
 
     @property
     def step_count(self) -> int:
-        """At which step it ends."""
-        epochs = re.findall(r"in loader\.epochs\((\d+)\):", self.text)
+        """At which step it ends, or what it can't end before."""
         steps = re.findall(r"^STEPS\b.*? = (\d+)", self.text, re.M)
-        return int(steps[0]) if steps else int(epochs[0]) * EPOCH_STEP_COUNT
+        return int(steps[0]) if steps else self.epoch_count * EPOCH_STEP_COUNT_MIN
 
 
 def programs_of(pages: list[str]) -> list[PrintedProgram]:
@@ -113,7 +119,12 @@ def check_killed_training(
         assert goes_on(*rates), rates  # the other worker's are an undisturbed run's
     accounts = [found for each in reader.status()[0].parameters for found in each.samples]
     if accounts:  # workers share each epoch's samples, in as many steps as their number asks for
-        assert [found.epoch for found in accounts] == [program.epoch_count]
+        (account,) = accounts
+        assert account.epoch == program.epoch_count
+        counted = samples_of(reader, range(versions(reader)()))
+        assert {*counted.values()} == {1}, counted.most_common(8)
+        left = program.epoch_count * LENGTH - len(counted)
+        assert left == 0 or 0 < left <= account.partial_count  # of a member that was lost
     else:
         assert versions(reader)() == program.step_count
     (first_step,) = re.findall(f"(?m)^{STARTS}$", "\n".join(workers[0].lines))
@@ -131,6 +142,17 @@ def check_killed_training(
             environment = {"SHARDWELL_SHARDS": running.target}
             code, _, log = run_command(*words[1:], environment=environment)
             assert code == 0, (command, log)
+
+
+def samples_of(reader: shardwell.Client, steps: range) -> collections.Counter[tuple[int, int]]:
+    """How often these steps had each sample, by its epoch and number."""
+    (name,) = (each.spec.name for each in reader.status()[0].parameters if each.samples)
+    return collections.Counter(
+        (batch.epoch, index)
+        for step in steps
+        for batch in reader.step_samples(name, step)
+        for index in batch.indices.tolist()
+    )
 
 
 def shown(page: str) -> list[str]:

@@ -83,19 +83,19 @@ def test_a_worker_is_killed_in_the_middle_of_an_epoch_and_started_again(
     assert counts_at(connect(running, "reader")) == [6] * LENGTH
 
 
-FRAMEWORKS = ["accelerate", "lightning", "trainer"]
+FRAMEWORKS = ["accelerate", "epochs", "lightning", "trainer"]
 
 
 @pytest.mark.parametrize("how", FRAMEWORKS)
 def test_a_framework_is_killed_in_the_second_of_three_epochs(
     cluster, connect, tmp_path, monkeypatch, how
 ) -> None:
-    module = {"trainer": "transformers"}.get(how, how)
+    module = {"trainer": "transformers", "epochs": "accelerate"}.get(how, how)
     if importlib.util.find_spec(module) is None:
         pytest.skip("make test-extras installs it")
     monkeypatch.chdir(tmp_path)
     running = cluster(1)
-    dies_at = {"accelerate": 13}.get(how, 7)
+    dies_at = {"accelerate": 13, "epochs": 13}.get(how, 7)
 
     def started(**options: Any) -> Program:
         given = json.dumps({"epochs": 3, "batch_size": 5, "named": how == "trainer", **options})

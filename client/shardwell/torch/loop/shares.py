@@ -24,7 +24,7 @@ the passes of this process that have ended:
     it drew nothing           + 1: its epoch was over when this process began
     it used nothing           as it was: an evaluation, or a look at the first batch
     the program broke it off  as it was: the next one goes on
-    `set_epoch(e)`            at least e
+    `set_epoch(e)`            at least e, the highest one since a pass began
 
 The first limit is also the end of an epoch that has begun and is not over, unless `set_epoch` says
 which it is.
@@ -252,8 +252,12 @@ class SharedBatches(Sampler[list[int]]):
         return self._count_of(left) or self._count if has_left else self._count
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass that epoch, and what is left of those before."""
-        self._asked = epoch
+        """Makes the next pass that epoch, and what is left of those before.
+
+        The highest one that was asked for counts: Accelerate asks for the number of its own passes,
+        which is lower than that of `SharedLoader.epochs` in a worker that was started again.
+        """
+        self._asked = max(epoch, self._asked or 0)
 
     def go_on_to(self, count: int) -> None:
         """Lets passes leave out epochs that are over, up to `count` epochs."""
