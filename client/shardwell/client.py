@@ -749,6 +749,12 @@ class Client(Connected, Closing):
             lambda cluster: save(cluster, path, parameters, tables, keep=keep), timeout_s
         )
 
+    def open_names(self) -> tuple[list[str], list[str]]:
+        """Returns the names of the parameters and of the tables that this client has open."""
+        found = self._parameters.all(), self._tables.all()
+        parameters, tables = ([each.name for each in kind] for kind in found)
+        return parameters, tables
+
     def restore_checkpoint(
         self,
         path: str | os.PathLike[str],

@@ -310,7 +310,7 @@ class _CheckpointValues(Closing):
         self.learning_rate = None if rate == specified else rate
         self.load_id = load_id_of(entry)
         self.samples = _account_of(entry)
-        self.states = [
+        self.states: Sequence[tuple[str, int, bytes]] = [
             (each.worker_id, each.step, read_bytes(path / each.path, each.size_bytes, each.crc32c))
             for each in entry.states
         ]

@@ -53,9 +53,20 @@ class ReadState(NamedTuple):
 class KeptState:
     """The objects of one parameter's worker. For one thread at a time."""
 
-    def __init__(
-        self, name: str, objects: Mapping[str, Any], forms: Sequence[ArrayForm], at: int
-    ) -> None:
+    def __init__(self, name: str, at: int) -> None:
+        self._name = name
+        self._objects: dict[str, dict[str, Any]] = {}
+        """By parameter, and name."""
+        self._forms: dict[str, ArrayForm] = {}
+        self._read: ReadState | None = None
+        """What was kept, until the first step: objects of other parameters may be in it."""
+        self.at = at
+        self.captured_step = -1
+        self.pending: tuple[int, bytes] | None = None
+        """What was captured, until the shards have it."""
+
+    def add(self, name: str, objects: Mapping[str, Any], forms: Sequence[ArrayForm]) -> None:
+        """Keeps a parameter's objects from now on, in place of others of it."""
         if not isinstance(objects, Mapping) or not all(
             isinstance(key, str) and 0 < len(key) <= _NAME_SIZE_MAX for key in objects
         ):
@@ -63,15 +74,10 @@ class KeptState:
                 'give objects by name, such as keep_state({"noise": generator}); got '
                 f"{objects!r:.100}"
             )
-        self._name = name
-        self._objects = dict(objects)
-        self._forms = forms
-        for key, each in self._objects.items():
+        for key, each in objects.items():
             _check_object(key, each)
-        self.at = at
-        self.captured_step = -1
-        self.pending: tuple[int, bytes] | None = None
-        """What was captured, until the shards have it."""
+        self._forms |= {form.name: form for form in forms}
+        self._objects[name] = dict(objects)
 
     def capture(self, step: int, steps: Mapping[str, int]) -> None:
         """Takes the objects' states as that of `step`.
@@ -79,10 +85,19 @@ class KeptState:
         Raises:
             ArgumentError: a state has what can't be kept, or all of them are too large.
         """
-        found = {key: _state_of(each) for key, each in self._objects.items()}
-        data = packed({"steps": dict(steps), "objects": found}, "the state", self._forms)
+        self._warn_of_rest()
+        forms = list(self._forms.values())
+        found = {
+            name: {key: _state_of(each) for key, each in of.items()}
+            for name, of in self._objects.items()
+        }
+        data = packed({"steps": dict(steps), "objects": found}, "the state", forms)
         if len(data) > STATE_SIZE_MAX_BYTES:
-            sizes = {key: len(packed(each, key, self._forms)) for key, each in found.items()}
+            sizes = {
+                key: len(packed(each, key, forms))
+                for of in found.values()
+                for key, each in of.items()
+            }
             largest = max(sizes, key=lambda key: sizes[key])
             raise ArgumentError(
                 f"the state of parameter {self._name!r} has {len(data)} bytes, {sizes[largest]} of "
@@ -96,10 +111,11 @@ class KeptState:
 
     def read(self, data: bytes, step: int, *, is_own: bool) -> ReadState:
         """Returns what was kept."""
-        found = unpacked(data, self._forms)
+        found = unpacked(data, list(self._forms.values()))
         try:
             steps, objects = found["steps"], found["objects"]
-            if all(type(each) is int for each in steps.values()) and isinstance(objects, dict):
+            are_dicts = all(isinstance(each, dict) for each in (objects, *objects.values()))
+            if are_dicts and all(type(each) is int for each in steps.values()):
                 return ReadState(steps, objects, step, is_own)
         except (AttributeError, KeyError, TypeError):
             pass
@@ -109,30 +125,49 @@ class KeptState:
         )
 
     def load(self, state: ReadState) -> None:
-        """Puts a state into the objects.
+        """Puts a state into the objects of all parameters.
 
         Raises:
             ArgumentError: an object refuses its state; names it.
         """
-        for key, each in self._objects.items():
-            if key not in state.objects:
+        self._read, self.at = state, state.step
+        for name in self._objects:
+            self.load_of(name)
+
+    def load_of(self, name: str) -> None:
+        """Puts what was read last into a parameter's objects."""
+        state = self._read
+        if state is None:
+            return
+        known = state.objects.get(name, {})
+        for key, each in self._objects[name].items():
+            if key not in known:
                 _LOG.warning(
                     "parameter %r: the state of step %d has no %r, which is left as it is",
-                    self._name,
+                    name,
                     state.step,
                     key,
                 )
             elif state.is_own or not _is_generator(each):
                 try:
-                    _load_into(each, state.objects[key])
+                    _load_into(each, known[key])
                 except Exception as error:
                     raise ArgumentError(
                         f"{key!r} refuses the state of step {state.step} that the shards keep of "
-                        f"parameter {self._name!r} ({error!r:.200}); give the object that the "
-                        "training began with, or none",
-                        parameter=self._name,
+                        f"parameter {name!r} ({error!r:.200}); give the object that the training "
+                        "began with, or none",
+                        parameter=name,
                     ) from error
-        left = state.objects.keys() - self._objects.keys()
+
+    def _warn_of_rest(self) -> None:
+        state, self._read = self._read, None
+        if state is None:
+            return
+        left = [
+            key
+            for name, known in state.objects.items()
+            for key in known.keys() - self._objects.get(name, {}).keys()
+        ]
         if left:
             _LOG.warning(
                 "parameter %r: the state of step %d has %s, which this program does not give to "
@@ -141,7 +176,6 @@ class KeptState:
                 state.step,
                 ", ".join(map(repr, sorted(left))),
             )
-        self.at = state.step
 
 
 def _check_object(key: str, each: Any) -> None:
@@ -216,7 +250,13 @@ class KeptStates:
                 "one with a parameter of mode='sync', or with the program",
                 parameter=spec.name,
             )
-        kept = KeptState(spec.name, objects, forms, self._next_step())
+        home = self._shards.state_home
+        if home is not None and home is not self and home._kept is not None:
+            home._kept.add(spec.name, objects, forms)  # one state of all that a worker trains
+            home._kept.load_of(spec.name)
+            return
+        kept = KeptState(spec.name, self._next_step())
+        kept.add(spec.name, objects, forms)
         found = self._found(kept, timeout_s)
         if found is not None:
             if found.is_own and not spec.has_open_sets:
@@ -233,6 +273,7 @@ class KeptStates:
                     self._next_step(),
                 )
         self._kept = kept
+        self._shards.state_home = self
 
     def note(self) -> None:
         """Takes the objects as they are now; see `Parameter.note_state`."""

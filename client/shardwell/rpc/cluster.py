@@ -87,6 +87,8 @@ class Shards:
         """Parameters and tables, "table 'x'", to which this client has given a gradient."""
         self.handles: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that are open."""
+        self.state_home: Any = None
+        """The parameter's `KeptStates` that keeps the state of all that this worker trains."""
         self.resumed: Mapping[str, int] = {}
         """The steps at which a kept state has them, as this worker goes on with it."""
         self.threads = threads

@@ -573,13 +573,14 @@ def save_training(
     *,
     keep: int | None = None,
 ) -> Checkpoint:
-    """Saves the parameters of optimizers, what the cluster has beside them, and models' tables."""
+    """Saves all that a client trains: what optimizers and models have, and what it has open."""
     client = optimizers[0].client
-    own = {each.parameter.name for each in optimizers}
+    opened, tables = client.open_names()
+    own = {*opened, *(each.parameter.name for each in optimizers)}
     beside = re.compile(rf"(?:{'|'.join(map(re.escape, own))})\.(?:first|frozen(?:\.[0-9]+)?)")
     known = [each.name for each in all_rows(client.status()) if each.ready]
     names = [name for name in known if name in own or beside.fullmatch(name)]
-    tables = [module.table.name for each in optimizers for module in _tables(each._model.model)]
+    tables += [module.table.name for each in optimizers for module in _tables(each._model.model)]
     return client.save_checkpoint(path, names, list(dict.fromkeys(tables)), keep=keep)
 
 

@@ -1,4 +1,4 @@
-"""Bytes of a tree of plain values and arrays, such as what `state_dict()` returns. Pure.
+r"""Bytes of a tree of plain values and arrays, such as what `state_dict()` returns. Pure.
 
     SWST1\n   length of the JSON, 4 bytes   JSON   bytes of the arrays, one behind the other
 

@@ -118,9 +118,7 @@ def objects_of(
     state: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns what `Parameter.keep_state` takes; empty: nothing need be kept."""
-    found: dict[str, Any] = {
-        f"schedule{index or ''}": each for index, each in enumerate(schedules)
-    }
+    found: dict[str, Any] = {f"schedule{index or ''}": each for index, each in enumerate(schedules)}
     if scaler is not None:
         found["scaler"] = scaler
     buffers = Buffers.of(model)

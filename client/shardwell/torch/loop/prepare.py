@@ -200,9 +200,9 @@ class Prepared(NamedTuple):
     def save(self, path: str | os.PathLike[str], *, keep: int | None = None) -> Checkpoint:
         """Saves the whole training: what `prepare(resume=)` goes on with, on any number of shards.
 
-        That is weights and optimizer state, buffers and frozen tensors, tables of the model's
-        `Embedding`s, the account of samples, and what `prepare` keeps of each worker, all of one
-        step. Rank 0 calls it, between two steps: behind all that the loop does after `step`.
+        That is all that the optimizer's client has open: weights and optimizer state of each
+        model, buffers, frozen tensors, tables; the account of samples; and what `prepare` keeps of
+        each worker; all of one step. Rank 0 calls it, between two steps: behind all that the loop does after `step`.
 
         Args:
             path: See `Client.save_checkpoint`.

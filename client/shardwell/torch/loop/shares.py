@@ -263,6 +263,12 @@ class SharedBatches(Sampler[list[int]]):
         """Lets passes leave out epochs that are over, up to `count` epochs."""
         self._last_epoch = count - 1
 
+    @property
+    def seed_here(self) -> int:
+        """A seed of this place in the data, for the random numbers of a DataLoader's workers."""
+        words = f"{self.samples.seed} {self._deals().samples_done}".encode()
+        return int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "little")
+
     def has_left(self, epoch: int) -> bool:
         """Returns True if anything of an epoch, or one before, is to be dealt."""
         self._settle()
@@ -440,10 +446,16 @@ class SharedLoader(DataLoader[Any]):
             batch_sampler=batches,
             **{name: getattr(loader, name) for name in _KEPT if name in _KNOWN},
         )
+        if loader.generator is None:  # else each iterator draws from torch's, beside the program
+            self.generator = torch.Generator()
+        self._draws_alone = loader.generator is None
 
     @override
     def __iter__(self) -> Any:
         self._batches.is_next_own = True
+        if self._draws_alone:
+            assert self.generator is not None
+            self.generator.manual_seed(self._batches.seed_here)
         found = super().__iter__()
         one = self._batches.newest
         assert one is not None

@@ -386,9 +386,8 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         """
         if not self.samples.has_first_chunk:
             raise WrongShardError("shard 0 alone keeps states; ask there")
-        stages, given = pb.KeepStateRequest.Stage, Given(
-            request.worker_id, request.step, request.state
-        )
+        stages = pb.KeepStateRequest.Stage
+        given = Given(request.worker_id, request.step, request.state)
         response = pb.KeepStateResponse()
         if request.stage == stages.STAGE_GET:
             found = self.states.get(request.worker_id, request.step)
