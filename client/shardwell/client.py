@@ -869,16 +869,17 @@ class Client(Connected, Closing):
 
         In a process that was forked from the one that connected, it does nothing.
         """
-        self._close(ends_in_order=True)
+        self._close(ends_in_order=True, is_whole=True)
 
     def __exit__(self, *reason: object) -> None:
-        self._close(ends_in_order=is_in_order(reason[1]))
+        self._close(ends_in_order=is_in_order(reason[1]), is_whole=reason[1] is None)
 
-    def _close(self, *, ends_in_order: bool) -> None:
+    def _close(self, *, ends_in_order: bool, is_whole: bool) -> None:
+        """Ends all; `is_whole`: no error has cut off what the program does behind its last step."""
         if not self._shards.threads.owner.is_here:
             return  # what a fork inherited may be locked for good
-        if ends_in_order:
-            for parameter in self._parameters.all():
+        for parameter in self._parameters.all() if ends_in_order else ():
+            if is_whole or parameter.spec.members is not None:  # a fixed crew makes it again
                 with contextlib.suppress(ShardwellError):  # shards may have ended before
                     parameter.end_state(timeout_s=_END_STATE_S)
         self._calls.close()

@@ -236,7 +236,8 @@ class KeptStates:
         self._calls = calls
         self._shards = shards
         self._next_step = next_step
-        self._kept: KeptState | None = None
+        self.kept: KeptState | None = None
+        """Objects of all parameters; None: another one keeps them, or nothing is kept."""
 
     def begin(
         self, objects: Mapping[str, Any], forms: Sequence[ArrayForm], timeout_s: float | None
@@ -251,9 +252,9 @@ class KeptStates:
                 parameter=spec.name,
             )
         home = self._shards.state_home
-        if home is not None and home is not self and home._kept is not None:
-            home._kept.add(spec.name, objects, forms)  # one state of all that a worker trains
-            home._kept.load_of(spec.name)
+        if home is not None and home is not self and home.kept is not None:
+            home.kept.add(spec.name, objects, forms)  # one state of all that a worker trains
+            home.kept.load_of(spec.name)
             return
         kept = KeptState(spec.name, self._next_step())
         kept.add(spec.name, objects, forms)
@@ -272,12 +273,12 @@ class KeptStates:
                     found.step,
                     self._next_step(),
                 )
-        self._kept = kept
+        self.kept = kept
         self._shards.state_home = self
 
     def note(self) -> None:
         """Takes the objects as they are now; see `Parameter.note_state`."""
-        kept, step = self._kept, self._next_step()
+        kept, step = self.kept, self._next_step()
         if kept is None:
             return
         if self._spec.has_open_sets and kept.at < step:
@@ -290,23 +291,20 @@ class KeptStates:
 
     def end(self, timeout_s: float | None) -> None:
         """Keeps the objects as they are behind the last step, unless the next has begun."""
-        kept = self._kept
+        kept = self.kept
         if kept is not None and kept.captured_step < self._next_step():
             self._capture(kept)
             self._calls.run(self._send, timeout_s, in_turn=True)
 
     def drop(self) -> None:
-        """Keeps nothing more."""
-        self._kept = None
-
-    def note_step(self) -> None:
-        """Takes note that a step of this worker has ended, behind which its loop goes on."""
-        if self._kept is not None:
-            self._kept.at += 1
+        """Keeps nothing more, of none of what this worker trains."""
+        home = self._shards.state_home
+        if home is not None:
+            home.kept = None
 
     def send_ahead(self, attempts: Attempts) -> None:
         """Has shard 0 keep the state of the next step, before a gradient of it leaves."""
-        kept = self._kept
+        kept = self.kept
         if kept is not None:
             if kept.captured_step != self._next_step():
                 self._capture(kept)
@@ -334,7 +332,7 @@ class KeptStates:
         return kept.read(answer.state, int(answer.step), is_own=is_own)
 
     def _send(self, attempts: Attempts) -> None:
-        kept = self._kept
+        kept = self.kept
         pending = None if kept is None else kept.pending
         if kept is not None and pending is not None:
             step, state = pending

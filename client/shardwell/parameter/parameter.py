@@ -1014,7 +1014,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         Without `is_whole` values are read later, where they lie.
         """
         feedback, dealing = self._feedback, self._dealing
-        self._states.send_ahead(attempts)
+        if self._states.kept is not None:
+            self._states.send_ahead(attempts)
         batches = (batch,) if isinstance(batch, Batch) else tuple(batch)
         if dealing.is_used or batches:
             self.lost_batches = has_values and not dealing.admits(batches)
@@ -1076,7 +1077,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if call.found_version is not None:
             self.version = call.found_version
         self.outcome, self.next_step = outcome, next_step
-        self._states.note_step()
+        if self._states.kept is not None:
+            self._states.kept.at += 1  # once its loop has done what it does behind the step
         if call.work.samples is not None:
             self._end_batches(call.batches, outcome)
         self._is_in_step, self._tried = False, Tried()

@@ -248,10 +248,10 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         if self.next_step:
             self._opt_called = True  # schedulers warn of an optimizer that has made no step
             _LOG.warning(
-                "worker %r %s parameter %r at step %d, with the cluster's weights; a schedule that "
-                "is made or loaded now is at a step of its own: while schedule.last_epoch < "
-                "optimizer.next_step: schedule.step(); for a new training give another name=, or "
-                "delete that one first: shardwell delete %s",
+                "worker %r %s parameter %r at step %d, with the cluster's weights; a schedule has "
+                "its step by prepare(schedule=), or else is at one of its own: while "
+                "schedule.last_epoch < optimizer.next_step: schedule.step(); for a new training "
+                "give another name=, or delete that one first: shardwell delete %s",
                 client.worker_id,
                 "goes on with" if members is None else "joins the training of",
                 name,

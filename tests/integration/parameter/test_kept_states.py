@@ -288,5 +288,6 @@ def test_an_object_that_refuses_its_state_is_named(cluster, connect, caplog) -> 
     with pytest.raises(shardwell.ArgumentError, match="'counts' refuses the state of step"):
         again.keep_state({"counts": Counts()})
     again.keep_state({"new": {}})
+    again.exchange(np.ones(SIZE))
     assert "has no 'new'" in caplog.text
     assert "has 'counts', 'gone', which this program does not give" in caplog.text

@@ -114,6 +114,9 @@ MARK = int(names_pb2.DeleteRequest.STAGE_MARK)
 DEAL = int(parameter_server_pb2.DealSamplesRequest.STAGE_DEAL)
 LOAD = int(parameter_server_pb2.DealSamplesRequest.STAGE_LOAD)
 LOOK = int(parameter_server_pb2.DealSamplesRequest.STAGE_LOOK)
+PUT_STATE = int(parameter_server_pb2.KeepStateRequest.STAGE_PUT)
+GET_STATE = int(parameter_server_pb2.KeepStateRequest.STAGE_GET)
+LOAD_STATE = int(parameter_server_pb2.KeepStateRequest.STAGE_LOAD)
 STREAM_OPEN, TABLE_OPEN = types_pb2.StreamOpen, table_pb2.TableOpen
 ROWS: dict[str, list[Row]] = {
     "ParameterServerService/CreateParameter": [
@@ -181,6 +184,19 @@ ROWS: dict[str, list[Row]] = {
         ),
         Row("create", _named("parameter", "prod-p", stage=LOAD), Code.INVALID_ARGUMENT),
         Row("read", _named("parameter", "prod-p", stage=LOOK)),
+    ],
+    "ParameterServerService/KeepState": [
+        Row(
+            "contribute",
+            _named("parameter", "prod-p", worker_id="w", state=b"1", step=99, stage=PUT_STATE),
+            Code.INVALID_ARGUMENT,
+        ),
+        Row(
+            "create",
+            _named("parameter", "prod-p", worker_id="w", stage=LOAD_STATE),
+            Code.INVALID_ARGUMENT,
+        ),
+        Row("read", _named("parameter", "prod-p", worker_id="w", stage=GET_STATE)),
     ],
     "ParameterServerService/GetContributions": [
         Row("read", _named("parameter", "prod-p"), Code.INVALID_ARGUMENT)

@@ -202,7 +202,8 @@ class Prepared(NamedTuple):
 
         That is all that the optimizer's client has open: weights and optimizer state of each
         model, buffers, frozen tensors, tables; the account of samples; and what `prepare` keeps of
-        each worker; all of one step. Rank 0 calls it, between two steps: behind all that the loop does after `step`.
+        each worker; all of one step. Rank 0 calls it, between two steps:
+        behind all that the loop does after `step`.
 
         Args:
             path: See `Client.save_checkpoint`.
