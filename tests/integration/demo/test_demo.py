@@ -152,6 +152,14 @@ def test_workers_come_leave_and_die_while_it_learns():
         assert seen.format(found[1]) in output[found.end() :], output
     assert re.search(r"^step 1500/1500 .* accuracy 0\.9\d\d  members w\d w\d", output, re.M), output
     assert re.search(r"^workers +4 began; \d came, \d left, \d lost", output, re.M), output
+    digits = re.search(
+        r"^digits +([\d,]+) counted, none twice; all 1,347 in (\d+) of (\d+) epochs", output, re.M
+    )
+    assert digits, output
+    counted, whole, begun = (int(each.replace(",", "")) for each in digits.groups())
+    # Members, and those that have just gone, hold 1,024 digits each, which is less than an epoch.
+    assert begun - 10 <= whole < counted / 1347 + 1, output
+    assert re.search(r"^in part +(none|\d+ of w\d in step \d+, epoch \d+)", output, re.M), output
     assert re.search(r"^Passed: held-out accuracy 0\.9\d\d is at least 0\.95\.$", output, re.M)
 
 

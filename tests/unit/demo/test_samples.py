@@ -109,13 +109,3 @@ def test_without_scikit_learn_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DemoError, match=r"-m pip install 'scikit-learn>=1\.4'"):
         check_installed()
-
-
-def test_elastic_workers_draw_from_all_samples_in_orders_of_their_own():
-    samples = numbered(40)
-    drawn = []
-    for index in (0, 7):
-        batches = Batches(samples, worker_index=index, worker_count=None, batch_size=8)
-        drawn.append([int(label) for step in range(5) for label in batches[step].labels])
-        assert sorted(drawn[-1]) == list(range(40))
-    assert drawn[0] != drawn[1]

@@ -33,6 +33,7 @@ from shardwell_server.demo.digits.samples import (
     check_installed,
     load_digits,
 )
+from shardwell_server.demo.digits.tally import Tally
 from shardwell_server.demo.digits.worker import (
     ACCURACY_MIN,
     MODEL,
@@ -155,9 +156,9 @@ def run_demo(config: DemoConfig) -> float:
             plan = drawn_plan(config.seed, config.worker_count, config.step_count)
             chaos = Chaos(plan, pool, tasks[0].of_worker, progress.print)
         with ended_shards_named(cluster):
-            state, accuracy = _watch(config, progress, tasks[0], pool, cluster, chaos)
+            state, accuracy, counted = _watch(config, progress, tasks[0], pool, cluster, chaos)
     fates = {} if chaos is None else {**chaos.counts, "events to come": chaos.rest_count}
-    rows = _closing_rows(config, state, accuracy, fates)
+    rows = [*_closing_rows(config, state, accuracy, fates), *counted]
     all_s = time.monotonic() - start_s
     progress.print_tables([*rows, ("in all", f"{all_s:.1f} s, from start to end of all processes")])
     return accuracy
@@ -170,10 +171,11 @@ def _watch(
     pool: WorkerPool,
     cluster: LocalCluster | None,
     chaos: Chaos | None,
-) -> tuple[TrainingState, float]:
+) -> tuple[TrainingState, float, list[tuple[str, str]]]:
     observer, held_out = Observer(pool.members), load_digits().held_out
     with contextlib.ExitStack() as stack:
         exam: Callable[[float], float] | None = None
+        tally: Tally | None = None
         accuracy: float | None = None
         exam_due_s = 0.0
         while True:
@@ -185,8 +187,13 @@ def _watch(
                 chaos.go_on()
                 state = dataclasses.replace(state, step=chaos.step)
             if task.sync == "server" and exam is None and state.ready_count:
-                reader = task.connect(f"{task.parameter}-evaluator", _LAST_EXAM_TIMEOUT_S)
-                exam = _exam(stack.enter_context(reader), task, held_out)
+                reader = stack.enter_context(
+                    task.connect(f"{task.parameter}-evaluator", _LAST_EXAM_TIMEOUT_S)
+                )
+                exam = _exam(reader, task, held_out)
+                tally = Tally(reader, task.open_weights(reader)) if task.is_elastic else None
+            if tally is not None:
+                tally.look(state.step, last=finished)
             if exam is not None and finished:
                 accuracy = exam(_LAST_EXAM_TIMEOUT_S)
             elif exam is not None and time.monotonic() >= exam_due_s:
@@ -200,7 +207,7 @@ def _watch(
             _show(progress, config, state, accuracy, members, last=finished)
             if finished:
                 assert accuracy is not None
-                return state, accuracy
+                return state, accuracy, [] if tally is None else [*tally.rows()]
             time.sleep(_LOOK_INTERVAL_S)
 
 

@@ -87,20 +87,19 @@ def split(samples: Samples, held_out_count: int) -> Digits:
 class Batches:
     """One worker's batches: `batches[step]` is equal whenever and wherever it is asked for.
 
-    Samples are dealt round-robin, so that no two workers share one; with a `worker_count` of None
-    workers come and go, and each draws from all samples, in an order of its own. Each pass over a
-    worker's share is in another order; the rest after its last full batch waits.
+    Samples are dealt round-robin, so that no two workers share one. Each pass over a worker's share
+    is in another order; the rest after its last full batch waits.
     """
 
     def __init__(
-        self, samples: Samples, *, worker_index: int, worker_count: int | None, batch_size: int
+        self, samples: Samples, *, worker_index: int, worker_count: int, batch_size: int
     ) -> None:
-        if worker_count is not None and not 0 <= worker_index < worker_count:
+        if not 0 <= worker_index < worker_count:
             raise ArgumentError(
                 "worker_index must be from 0 to worker_count - 1; got "
                 f"worker_index={worker_index}, worker_count={worker_count}"
             )
-        self._share = samples if worker_count is None else samples[worker_index::worker_count]
+        self._share = samples[worker_index::worker_count]
         if len(self._share) < batch_size:
             raise ArgumentError(
                 f"{len(samples)} digits among {worker_count} workers leave worker {worker_index} "

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
@@ -45,6 +46,7 @@ OUTER_STEP_COUNT = 600
 MEMBER_COUNT_MAX = 64
 ACCURACY_MIN = 0.95
 FIRST_WEIGHTS_SEED = 22
+_SAMPLES_SEED = 23
 SyncName: TypeAlias = Literal["server", "ring", "tree", "centralized", "threads"]
 """The averaging side: the shards, the workers among themselves, or the threads of one process."""
 _STRATEGIES: dict[str, shardwell.Strategy] = {
@@ -178,16 +180,23 @@ class Training:
             model = task.open_weights(client)
             model.init(MODEL.first_weights(FIRST_WEIGHTS_SEED))  # equal from every worker
             weights: Float32 = model.get_weights(min_version=model.next_step)
+            training = self.digits.training
 
-            def step(batch: Samples) -> tuple[float, dict[str, Any]]:
+            def step(given: shardwell.Batch | Samples) -> tuple[float, dict[str, Any]]:
                 request.check()
+                dealt = () if isinstance(given, Samples) else given
+                batch = given if isinstance(given, Samples) else training[given.indices]
                 loss, gradient = MODEL.loss_and_gradient(weights, batch.images, batch.labels)
                 model.report(loss=loss)
-                model.exchange(gradient, sample_count=len(batch), out=weights)
+                model.exchange(gradient, sample_count=len(batch), out=weights, batch=dealt)
                 outcome = model.outcome
                 return loss, {"contributors": () if outcome is None else outcome.contributors}
 
-            self._loop(step, lambda: model.next_step, client.traffic)
+            batches = None  # asynchronous shards deal none
+            if task.mode == "sync":
+                samples = shardwell.Samples(len(training), BATCH_SIZE, seed=_SAMPLES_SEED)
+                batches = model.batches(samples)
+            self._loop(step, lambda: model.next_step, client.traffic, batches)
             request.check()
             return weights
 
@@ -241,22 +250,28 @@ class Training:
         task = dataclasses.replace(self.task, worker_index=rank)
         return dataclasses.replace(self, task=task, report=quiet)
 
-    def _loop(
-        self,
-        step: Callable[[Samples], tuple[float, dict[str, Any]]],
-        next_step: Callable[[], int],
-        traffic: shardwell.Traffic,
-    ) -> None:
+    def _shares(self, next_step: Callable[[], int]) -> Iterator[Samples]:
+        """Yields batches of this worker's share of the digits, one for each step."""
         batches = Batches(
             self.digits.training,
             worker_index=self.task.worker_index,
-            worker_count=None if self.task.is_elastic else self.task.worker_count,
+            worker_count=self.task.worker_count,
             batch_size=BATCH_SIZE,
         )
+        return (batches[next_step()] for _ in itertools.count())
+
+    def _loop(
+        self,
+        step: Callable[[Any], tuple[float, dict[str, Any]]],
+        next_step: Callable[[], int],
+        traffic: shardwell.Traffic,
+        batches: Iterator[Any] | None = None,
+    ) -> None:
+        batches = self._shares(next_step) if batches is None else batches
         reporter = Reporter(self.report, traffic, interval_s=self.report_interval_s)
         reporter.begin(next_step())
         while next_step() < self.task.step_count:
-            loss, more = step(batches[next_step()])
+            loss, more = step(next(batches))
             reporter.add(next_step(), loss, last=next_step() >= self.task.step_count, **more)
 
 
