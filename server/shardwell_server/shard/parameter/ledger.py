@@ -564,6 +564,11 @@ class Ledger:
             yield {"kind": "plan", **name, "is_anew": False, **plan.facts()}
         for counted in (*closed, *self.open):
             yield {"kind": "counted", **name, **_facts(counted)}
+        if self.leases:  # by what has counted alone, settled holders would be back
+            holders = dict.fromkeys(each.holder for each in (*closed, *self.open))
+            for holder in holders:
+                if holder not in self.last_step:
+                    yield {"kind": "settled", **name, **holder._asdict()}
         for holder, step in self.last_step.items():
             yield {"kind": "last", **name, **holder._asdict(), "step": step}
         for holder, ranges in self.out.items():

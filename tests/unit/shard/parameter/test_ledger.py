@@ -313,7 +313,7 @@ class CountingMachine(RuleBasedStateMachine):
         subject = self.shards[shard]
         subject.log.is_long = True
         if shard:
-            subject.log.compact_samples(subject.samples._events)
+            subject.log.compact_notes("samples", subject.samples._events)
 
     @rule(back=st.integers(0, 3), prefixes=st.lists(st.integers(0, 3), min_size=5, max_size=5))
     def lose_power(self, back: int, prefixes: list[int]) -> None:
@@ -413,7 +413,7 @@ class ElasticMachine(CountingMachine):
         if answer is None:
             return False
         worker.dealt += [paired(batch.ranges) for batch in answer.batches]
-        for over in answer.unsettled if settles and not answer.batches else ():
+        for over in answer.unsettled if settles else ():
             self.settle(Holder(over.worker_id, over.tenure))
         return bool(answer.batches or answer.unsettled)
 
@@ -499,6 +499,13 @@ class ElasticMachine(CountingMachine):
         elif "late" in outcomes:
             self.told_count += 1
             self.give_back(given.holder, given.ranges, given.step)
+
+    @rule(shard=shards)
+    def restart(self, shard: int) -> None:
+        before = None if self.ledger is None else dict(self.ledger.last_step)
+        super().restart(shard)
+        # A settled holder must not come back: no shard knows any more what it gave.
+        assert before is None or set(self.ledger.last_step) <= set(before)
 
     @rule(name=names)
     def skip_a_batch(self, name: str) -> None:
@@ -837,3 +844,20 @@ def test_samples_of_a_lost_member_that_another_shard_has_counted_are_not_dealt_a
     assert machine.ledger.done == ((0, 2),)
     assert [each.ranges for each in machine.ledger.partial] == [((0, 2),)]
     assert not machine.ledger.out
+
+
+def test_a_settled_member_stays_settled_in_a_log_that_was_made_short() -> None:
+    """Else it is settled again, when no shard knows any more that all chunks had counted."""
+    holder = Holder("w0", 1)
+    machine = machine_of(ElasticMachine, holder)
+    for place in PLACES:
+        machine.contribute(Given(holder, 0, ((0, 2),)), place)
+        machine.close(place)
+    for shard in machine.shards:
+        shard.living.clear()
+    machine.settle(holder)
+    machine.compact(0)
+    machine.shards[0].samples.deal(machine.deal_request(Holder("w1", 2)), (0, 1), {})
+    machine.shards[0].start()
+    assert holder not in machine.ledger.last_step
+    assert not machine.ledger.partial
