@@ -36,6 +36,7 @@ from harness.programs.visiting_worker import (
 from shardwell.numerics.permutation import permuted
 
 SHARD_COUNT = 3
+CREWS = (2, 8, 3)
 SOAK_MINUTES = float(os.environ.get("SHARDWELL_SOAK_MINUTES") or 10)
 PLAN: dict[str, Any] = {
     "length": 600,
@@ -43,11 +44,21 @@ PLAN: dict[str, Any] = {
     "epochs": 2,
     "copies": SHARD_COUNT,
     "min_count": 1,
-    "max_count": 8,
+    "max_count": 16,
     "member_return_s": 0.2,
     "member_lease_s": 0.6,
     "pause_s": 0.01,
 }
+LONG_PLAN = {
+    **PLAN,
+    "length": 100_000,
+    "batch_size": 250,
+    "epochs": 10,
+    "member_lease_s": 1.0,
+    "pause_s": 0.0,
+}
+LONG_CREWS: list[dict[str, Any]] = [{}, {"min_contributors": 1, "grace_s": 0.2}]
+LONG_CREWS.append({**LONG_CREWS[1], "late": "carry"})
 KILLS = ("kill", "replace", "two", "lose", "shard", "nothing")
 QUORUM = {"min_contributors": 1, "grace_s": 0.002}
 _STALL_S = 1.2
@@ -87,12 +98,23 @@ class Visits:
     """Shards, a crew in a storm, and what has counted."""
 
     def __init__(
-        self, stack: ExitStack, directory: Path, plan: dict[str, Any], seed: int, kinds: Any
+        self,
+        stack: ExitStack,
+        directory: Path,
+        plan: dict[str, Any],
+        seed: int,
+        kinds: Any,
+        shard_count: int,
     ) -> None:
         self._stack, self._plan = stack, plan
         forked = stack.enter_context(ForkedCalls())
         self.cluster = stack.enter_context(
-            ForkedCluster(forked, directory, shard_count=SHARD_COUNT, chunk_size_bytes=2048)
+            ForkedCluster(
+                forked,
+                directory,
+                shard_count=shard_count,
+                chunk_size_bytes=2048 if plan["length"] <= PLAN["length"] else 64 * 1024,
+            )
         )
         addresses = self.cluster.target.split(",")
         self._proxies = [stack.enter_context(Proxy(each)) for each in addresses]
@@ -100,7 +122,7 @@ class Visits:
         self.storm: Storm[VisitingWorker] = Storm(
             self._start_worker,
             self._start_shard_again,
-            shard_count=SHARD_COUNT,
+            shard_count=shard_count,
             seed=seed,
             kinds=kinds,
             more={} if "stop" not in kinds else {"cut": self._cut, "stall": self._stall},
@@ -137,9 +159,7 @@ class Visits:
             self.storm.workers.remove(worker)
             assert worker.end() == 0, "\n".join([worker.worker_id, *worker.log])
 
-    def weather(
-        self, seconds: float, crews: Sequence[int] = (2, 8, 3), pause_s: float = 0.0
-    ) -> None:
+    def weather(self, seconds: float, crews: Sequence[int] = CREWS, pause_s: float = 0.0) -> None:
         """Has things happen for so long, or until all samples have counted."""
         for crew in crews:
             phase_end_s = time.monotonic() + seconds / len(crews)
@@ -170,16 +190,39 @@ class Visits:
         partial = self.account.partial_samples(self._plan)
         missing = np.rint(1.0 - visits).astype(int)
         np.testing.assert_allclose(visits, 1 - missing, atol=1e-3, err_msg=f"{blows}")
-        print(f"{blows}; {len(self.account.partial)} partial, {(missing > 0).any(0).sum()} missing")
+        print(
+            f"{len(self.cluster.shards)} shards, batches of {self._plan['batch_size']}; {blows}; "
+            f"{self.storm.lost_count} workers killed; {visits[0].size} samples in "
+            f"{self._plan['epochs']} epochs: {len(self.account.partial)} gradients in part, of "
+            f"{partial.sum()} samples, {(missing > 0).any(0).sum()} of them not in all weights"
+        )
         assert missing.min() >= 0, (blows, np.argwhere(missing < 0)[:9])
         assert (missing <= partial).all(), (blows, np.argwhere(missing > partial)[:9])
         assert partial.max() <= 1, (blows, np.argwhere(partial > 1)[:9])
 
 
 @contextmanager
-def visiting(directory: Path, seed: int, kinds: Any, plan: dict[str, Any]) -> Iterator[Visits]:
+def visiting(
+    directory: Path, seed: int, kinds: Any, plan: dict[str, Any], shard_count: int = SHARD_COUNT
+) -> Iterator[Visits]:
     with ExitStack() as stack:
-        yield Visits(stack, directory, plan, seed, kinds)
+        yield Visits(stack, directory, plan, seed, kinds, shard_count)
+
+
+def restored_in_a_storm(
+    directory: Path, seed: int, plan: dict[str, Any], seconds: float, **pauses: float
+) -> None:
+    """Saves while members train, and goes on with other shards, workers and samples of a batch."""
+    kinds = (*KILLS, "stop")
+    with visiting(directory / "first", seed, kinds, plan) as first:
+        first.weather(seconds / 2, CREWS[:2], **pauses)
+        first.client.save_checkpoint(directory / "saved")
+        first.weather(seconds / 8, CREWS[2:], **pauses)
+    plan = {**plan, "batch_size": plan["batch_size"] * 3 // 5}
+    with visiting(directory / "second", seed + 1, kinds, plan, shard_count=2) as second:
+        second.client.restore_checkpoint(directory / "saved")
+        second.weather(seconds * 3 / 8, (6, 2), **pauses)
+        second.check()
 
 
 def test_kills_count_each_sample_once(tmp_path: Path) -> None:
@@ -196,15 +239,24 @@ def test_more_faults_count_each_sample_once(tmp_path: Path, late: str) -> None:
         visits.check()
 
 
+def test_a_restore_into_other_shards_counts_each_sample_once(tmp_path: Path) -> None:
+    restored_in_a_storm(tmp_path, 3, PLAN, 3.0)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(60 * SOAK_MINUTES + 900)
 def test_long_storms_count_each_sample_once(tmp_path: Path) -> None:
-    """8 workers, a fault each 2 s, 10 epochs of 100,000, as long as the minutes last."""
-    plan = {**PLAN, "length": 100_000, "batch_size": 250, "epochs": 10, "pause_s": 0.0}
-    until_s, seed = time.monotonic() + 60 * SOAK_MINUTES, 100
-    while time.monotonic() < until_s:
-        more = [{}, QUORUM, {**QUORUM, "late": "carry"}][seed % 3]
-        with visiting(tmp_path / f"{seed}", seed, (*KILLS, "stop"), {**plan, **more}) as visits:
-            visits.weather(until_s - time.monotonic(), crews=(8,), pause_s=2.0)
+    """A crew of 2, 8 and 3, a fault each 2 s, 10 epochs of 100,000, as long as the minutes last."""
+    until_s, seed = time.monotonic() + 60 * SOAK_MINUTES, 0
+    while (rest_s := until_s - time.monotonic()) > 0:
+        plan = {**LONG_PLAN, **LONG_CREWS[seed % 3]}
+        with visiting(tmp_path / f"{seed}", seed, (*KILLS, "stop"), plan) as visits:
+            visits.weather(rest_s, CREWS * max(round(rest_s / 60), 1), pause_s=2.0)
             visits.check()
         seed += 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(60 * SOAK_MINUTES + 900)
+def test_a_restore_in_a_long_storm_counts_each_sample_once(tmp_path: Path) -> None:
+    restored_in_a_storm(tmp_path, 200, LONG_PLAN, 60 * SOAK_MINUTES, pause_s=2.0)
