@@ -8,7 +8,8 @@ each server and back: over gRPC's open streams; over Unix sockets, whose servers
 shard's are; and the same by another thread of the worker, to which its caller hands it over and
 which it waits for, as a client's call does, whom no signal may break. Then `exchange` of 10
 elements. CPU is the processor time of the worker and of both servers. With --samples: `exchange` of
-so many elements with batches of 32 samples, beside one without, on two shards with files.
+so many elements with batches of 32 samples, beside one without, on two shards with files; CPU says
+the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def compare_samples(size: int, turns: int) -> None:
     """Prints the time of a step with samples, in those of one without."""
     call_count = CALL_COUNT if size < 100_000 else 2
     gradient, out = np.ones(size, np.float32), np.zeros(size, np.float32)
-    times: dict[bool, list[float]] = {False: [], True: []}
+    spent: dict[bool, list[list[float]]] = {False: [], True: []}
     with (
         tempfile.TemporaryDirectory() as directory,
         LocalCluster(2, processes=True, data_dir=directory) as cluster,
@@ -160,16 +161,35 @@ def compare_samples(size: int, turns: int) -> None:
         for net in nets:
             net.init(np.zeros(size, np.float32))
         batches = nets[1].batches(shardwell.Samples(2**30))
+        pids = [os.getpid(), *(child.pid for child in cluster.children)]
+
+        def clocks() -> list[float]:
+            return [time.perf_counter(), cpu_s(pids), *(cpu_s([pid]) for pid in pids)]
+
         for turn in range(turns + 1):
-            for has_samples, net in zip(times, nets, strict=True):
-                began_s = time.perf_counter()
+            for has_samples, net in zip(spent, nets, strict=True):
+                began = clocks()
                 for _ in range(call_count):
                     net.exchange(gradient, batch=next(batches) if has_samples else (), out=out)
                 if turn:  # the first one warms up
-                    times[has_samples].append((time.perf_counter() - began_s) / call_count)
-    ratio = statistics.median(a / b for a, b in zip(times[True], times[False], strict=True))
-    without_us, with_us = (statistics.median(found) * 1e6 for found in times.values())
-    print(f"{size} elements: {without_us:.0f} us, with samples {with_us:.0f} us, ratio {ratio:.2f}")
+                    ended = clocks()
+                    spent[has_samples].append(
+                        [(b - a) / call_count for a, b in zip(began, ended, strict=True)]
+                    )
+    table = Table(
+        title=f"a step of {size} elements, {turns} turns, {os.cpu_count()} cores",
+        title_justify="left",
+        box=box.SIMPLE,
+    )
+    for column in ("", "us", "with samples", "ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    labels = ("time", "CPU", "CPU of the worker", "CPU of shard 0", "CPU of shard 1")
+    sides = [zip(*found, strict=True) for found in spent.values()]
+    for label, bare, counted in zip(labels, *sides, strict=True):
+        ratio = statistics.median(b / a for a, b in zip(bare, counted, strict=True))
+        us = (f"{statistics.median(found) * 1e6:.0f}" for found in (bare, counted))
+        table.add_row(label, *us, f"{ratio:.2f}")
+    Console().print(table)
 
 
 def main() -> None:

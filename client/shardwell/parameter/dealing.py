@@ -13,16 +13,19 @@ States of a batch (docs/adr/0042-samples.md has those of its positions):
     void      it is free, or another's: a          ended
               gradient of it is not sent
 
-Invariant: a gradient leaves only if each of its batches is taken or carried, in the tenure in which
-it leaves. So what one shard counts of it is the worker's to count.
+Invariants:
+  - A gradient leaves only if each of its batches is taken or carried, in the tenure in which it
+    leaves. So what one shard counts of it is the worker's to count.
+  - `_held` has a batch from its deal to its end, so that no call asks for it once more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +45,10 @@ from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 
 _BATCH_COUNT = 32
-"""Batches that one call asks for."""
+"""Batches that one call asks for. A worker of a fixed crew asks for twice as many the next time."""
+_BATCH_COUNT_MAX = 256
+_SAMPLE_COUNT_MAX = 2**16
+"""The most samples of more than `_BATCH_COUNT` batches: their indices are in memory."""
 _Stage = pb.DealSamplesRequest
 
 
@@ -91,7 +97,10 @@ class Owed:
 
 
 class Dealing:
-    """The samples of one parameter's worker. `take` for any thread; the rest for one at a time."""
+    """The samples of one parameter's worker.
+
+    `take` and `take_dealt` for any thread; the rest for one at a time.
+    """
 
     def __init__(
         self,
@@ -106,8 +115,11 @@ class Dealing:
         self._next_step = next_step
         self._lock = threading.Lock()
         self._dealt: dict[str, deque[Batch]] = {}
-        self._taken: dict[int, Batch] = {}
-        """By identity: also those that are carried."""
+        """In order. Its operations are whole, so that `take_dealt` needs no lock."""
+        self._held: dict[int, Batch] = {}
+        """By identity: dealt, taken and carried ones."""
+        self._batch_count = _BATCH_COUNT
+        """Batches that the next call asks for."""
         self._carried: list[Batch] = []
         self._split: set[int] = set()
         """Of carried ones, by identity: some chunk has counted them."""
@@ -130,6 +142,23 @@ class Dealing:
 
     # Taking batches.
 
+    def take_dealt(self, samples: Samples, limit: int) -> Batch | None:
+        """Returns the next batch of those that were dealt; None: `take` may have one.
+
+        It takes no lock, and asks no shard.
+        """
+        waiting = self._dealt.get(samples.name)
+        if not waiting:
+            return None
+        try:
+            batch = waiting[0]
+            if batch.tenure != self._tenure or batch.ranges[0][0] >= limit:
+                return None
+            waiting.remove(batch)
+        except (IndexError, ValueError):  # another thread has it
+            return None
+        return batch
+
     def take(self, samples: Samples, limit: int, attempts: Attempts) -> Batch | None:
         """Returns the next batch that begins below `limit`; None: none is free now.
 
@@ -138,16 +167,23 @@ class Dealing:
         with self._lock:
             self.is_used = True
             waiting = self._dealt.setdefault(samples.name, deque())
-            while waiting and waiting[0].tenure != self._tenure:
-                waiting.popleft()
-            if not waiting:
-                self.tell(attempts)
-                self._deal(samples, limit, waiting, attempts)
-            if not waiting or waiting[0].ranges[0][0] >= limit:
-                return None
-            batch = waiting.popleft()
-            self._taken[id(batch)] = batch
+            while (batch := self.take_dealt(samples, limit)) is None:
+                for each in [each for each in tuple(waiting) if each.tenure != self._tenure]:
+                    with contextlib.suppress(ValueError):
+                        waiting.remove(each)
+                        self._end(each)
+                left = tuple(waiting)
+                if left and left[0].ranges[0][0] >= limit:
+                    return None
+                if not left:
+                    self.tell(attempts)
+                    if not self._deal(samples, limit, waiting, attempts):
+                        return None
             return batch
+
+    def _end(self, batch: Batch) -> bool:
+        """Ends a batch; False: it has ended before."""
+        return self._held.pop(id(batch), None) is not None
 
     def may_come(self, samples: Samples, limit: int, attempts: Attempts) -> bool | None:
         """Returns True if samples below `limit` are free; None: others have some; False: none is.
@@ -165,19 +201,26 @@ class Dealing:
 
     def _deal(
         self, samples: Samples, limit: int, waiting: deque[Batch], attempts: Attempts
-    ) -> None:
+    ) -> bool:
+        """Puts dealt batches behind those that wait; False: there are none."""
         while True:
-            found, over = self._asked(samples, limit, attempts)
-            waiting.extend(found)  # they are this worker's, also if the next call fails
+            found, over = self._asked(samples, limit, attempts, self._batch_count)
+            # They are this worker's, also if the next call fails.
+            self._held.update((id(batch), batch) for batch in found)
+            waiting.extend(found)
             for each in over:
                 self._settle(each, attempts)
             if found or not over:
-                return
+                break
+        if self._member is None:  # no shard keeps a lease
+            most = min(_SAMPLE_COUNT_MAX // samples.batch_size, _BATCH_COUNT_MAX)
+            self._batch_count = max(min(2 * self._batch_count, most), _BATCH_COUNT)
+        return bool(found)
 
     def _asked(
-        self, samples: Samples, limit: int, attempts: Attempts, count: int = _BATCH_COUNT
+        self, samples: Samples, limit: int, attempts: Attempts, count: int
     ) -> tuple[list[Batch], list[Any]]:
-        is_first = not self._taken
+        is_first = not self._taken_count
         tenure = max(self._tenure, 0)
         request = self._request(
             _Stage.STAGE_DEAL,
@@ -193,7 +236,7 @@ class Dealing:
             batch_count=count,
             limit=limit,
             step=self._next_step(),
-            ranges=flat(self._held(samples.name)),
+            ranges=flat(self._held_of(samples.name)),
         )
         answer = self._call(self._channels[0], request, attempts)
         self.out_count, self.free_count = answer.out_count, answer.free_count
@@ -209,10 +252,10 @@ class Dealing:
         ]
         return batches, list(answer.unsettled)
 
-    def _held(self, name: str) -> NumberRanges:
+    def _held_of(self, name: str) -> NumberRanges:
         if self._member is not None:
             return ()
-        held = (*self._dealt[name], *self._taken.values())
+        held = tuple(self._held.values())
         return united(*(batch.ranges for batch in held if batch.data == name))
 
     def _ranges(self, numbers: Sequence[int]) -> NumberRanges:
@@ -227,11 +270,14 @@ class Dealing:
         """Makes taken batches the next ones again. Elastic members keep as many as a call deals."""
         with self._lock:
             for batch in reversed(batches):
-                if self._taken.pop(id(batch), None) is not None:
-                    self._dealt[batch.data].appendleft(batch)
+                if self._end(batch):
+                    again = replace(batch)  # no gradient of the one that the program has leaves
+                    self._held[id(again)] = again
+                    self._dealt[batch.data].appendleft(again)
             for waiting in self._dealt.values() if self._member is not None else ():
                 while len(waiting) > _BATCH_COUNT:
                     last = waiting.pop()
+                    self._end(last)
                     self._owed.append(Owed(last.data, last.tenure, last.ranges))
 
     # Their ends.
@@ -240,7 +286,7 @@ class Dealing:
         """Returns True if a gradient of batches may leave now; those that are void end else."""
         tenure = self._tenure
         for batch in batches:
-            if batch.tenure == tenure and id(batch) not in self._taken:
+            if batch.tenure == tenure and id(batch) not in self._held:
                 raise ArgumentError(
                     f"this batch of samples {batch.data!r} was dealt to another worker or "
                     "parameter, or its gradient has counted; give each batch that batches() yields "
@@ -261,7 +307,7 @@ class Dealing:
     def give_back(self, batches: Sequence[Batch]) -> None:
         """Ends batches whose gradient does not leave."""
         for batch in batches:
-            if self._taken.pop(id(batch), None) is not None:
+            if self._end(batch):
                 step = self._next_step()
                 self._owed.append(Owed(batch.data, batch.tenure, batch.ranges, step))
 
@@ -284,7 +330,7 @@ class Dealing:
             self._carried, self._split = given, split
             return True
         for batch in given:
-            self._taken.pop(id(batch), None)
+            self._end(batch)
         # Also where the rest is carried over: it is lost with this worker.
         for is_split in (True, False) if lost else ():
             ranges = united(*(b.ranges for b in given if (id(b) in split) == is_split))
@@ -297,7 +343,11 @@ class Dealing:
     @property
     def has_taken(self) -> bool:
         """True if the program has batches whose gradient has not counted."""
-        return len(self._taken) > len(self._carried)
+        return self._taken_count > len(self._carried)
+
+    @property
+    def _taken_count(self) -> int:
+        return len(self._held) - sum(map(len, self._dealt.values()))
 
     @property
     def carries(self) -> bool:
@@ -312,7 +362,7 @@ class Dealing:
     def drop_carried(self) -> None:
         """Ends batches whose values are not carried over any more."""
         for batch in self._carried:
-            self._taken.pop(id(batch), None)
+            self._end(batch)
             is_split = id(batch) in self._split
             self._owed.append(Owed(batch.data, batch.tenure, batch.ranges, is_partial=is_split))
         self._carried, self._split = [], set()
@@ -320,7 +370,7 @@ class Dealing:
     def forget_carried(self) -> None:
         """Gives up batches whose gradient is not carried over any more: their tenure is over."""
         for batch in self._carried:
-            self._taken.pop(id(batch), None)
+            self._end(batch)
         self._carried, self._split = [], set()
 
     def tell(self, attempts: Attempts) -> None:

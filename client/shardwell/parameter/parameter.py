@@ -723,6 +723,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         Returns:
             None: no such samples are free now.
         """
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        self._calls.check_usable()
+        if self._takes_part and (batch := self._dealing.take_dealt(samples, limit)) is not None:
+            return batch
 
         def take(attempts: Attempts) -> Batch | None:
             while True:

@@ -131,6 +131,11 @@ class CallScope:
                 **self._where,
             ) from cause
 
+    def check_usable(self) -> None:
+        """Raises what a call would before it begins, for one that needs no thread."""
+        self.check_open()
+        self._shards.threads.owner.check()
+
     def close(self) -> None:
         """Ends the calls under way, and lets none begin. From any thread; safe to repeat."""
         self.is_closed = True

@@ -99,10 +99,12 @@ def test_a_client_is_refused_in_the_child_and_goes_on_in_the_parent(cluster, con
         "t", row_count=9, dim=2, optimizer=SGD, initializer=shardwell.Zeros(), codec="fp32"
     )
     gradient, rows = np.ones(SIZE, np.float32), np.ones((1, 2), np.float32)
-    model.exchange(gradient)
+    batches = model.batches(shardwell.Samples(SIZE))
+    model.exchange(gradient, batch=next(batches))
     table.put_row_gradients([1], rows)
     calls: list[Callable[[], object]] = [
         lambda: model.exchange(gradient),
+        lambda: next(batches),
         model.get_weights,
         model.get_weights_async,
         lambda: table.get_rows([1]),
