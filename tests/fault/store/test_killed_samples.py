@@ -204,7 +204,7 @@ def test_a_log_of_many_events_is_made_short_and_says_as_much(
     compact = event_log.EventLog.compact
 
     def compacted(log: Any, events: Any) -> None:
-        names.append(log._path.name)
+        names.append(log.path.name)
         compact(log, events)
 
     monkeypatch.setattr(event_log.EventLog, "compact", compacted)

@@ -131,6 +131,35 @@ def test_a_directory_that_is_gone(
         assert any("nothing is acknowledged" in line for line in shard.log)
 
 
+def samples_removed(path: Path) -> None:
+    (path / "parameters" / "000001" / "samples").unlink()
+
+
+def samples_restored(path: Path) -> None:
+    samples = path / "parameters" / "000001" / "samples"
+    shutil.copyfile(samples, samples.with_name("copy"))
+    os.replace(samples.with_name("copy"), samples)
+
+
+@pytest.mark.parametrize("remove", [samples_removed, samples_restored])
+def test_a_log_of_samples_that_is_gone(
+    tmp_path: Path, connect, remove: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "shard"
+    with ServingShard(f"--data-dir={path}") as shard:
+        address = shard.address()
+        model, _ = opened(connect(address, "w0"))
+        model.init(ONES)
+        batches = model.batches(shardwell.Samples(SIZE, 1))
+        model.exchange(ONES, batch=next(batches))
+        remove(path)
+        eventually("the shard says that it serves no more", lambda: not is_serving(address))
+        with pytest.raises(shardwell.StorageError, match=GONE.format(path=path)):
+            model.exchange(ONES, batch=next(batches))
+        shard.process.terminate()
+        assert shard.end() == 1
+
+
 def test_who_waits_for_other_workers_learns_it_too(tmp_path: Path, connect) -> None:
     path = tmp_path / "shard"
     with ServingShard(f"--data-dir={path}") as shard:

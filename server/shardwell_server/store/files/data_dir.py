@@ -23,8 +23,7 @@ from shardwell.errors import StorageError
 from shardwell.process.connected import Closing
 from shardwell.specs.formats import DIRECTORY, software_version
 from shardwell_server.config import ShardConfig
-from shardwell_server.store.files.mapped import replace_file
-from shardwell_server.store.files.presence import identity_of, is_at
+from shardwell_server.store.files.mapped import identity_of, is_at, replace_file
 
 _LOG = logging.getLogger("shardwell_server")
 _MODE = 0o700

@@ -110,6 +110,19 @@ def replace_file(path: Path, text: str) -> None:
     sync_path(path.parent)
 
 
+def identity_of(found: os.stat_result) -> tuple[int, int]:
+    """Returns the identity of a file, whatever its name."""
+    return (found.st_dev, found.st_ino)
+
+
+def is_at(identity: tuple[int, int], path: Path) -> bool:
+    """Returns True if a path leads to the file of an identity."""
+    try:
+        return identity_of(os.stat(path)) == identity
+    except OSError:
+        return False
+
+
 class _Pages:
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__array_interface__: dict[str, Any] = {
@@ -156,8 +169,7 @@ class MappedFile:
 
     def __init__(self, path: Path, file: int, size_bytes: int) -> None:
         self.path = path
-        found = os.fstat(file)
-        self.identity = (found.st_dev, found.st_ino)
+        self.identity = identity_of(os.fstat(file))
         self._mapping = Mapping(file, size_bytes) if size_bytes else None
         self.data: Bytes = np.empty(0, np.uint8) if self._mapping is None else self._mapping.data
 
@@ -189,6 +201,11 @@ class MappedFile:
             return NO_WORDS
         part: memoryview[int] = self.data[offset : offset + 8 * count].data.cast("Q")
         return part
+
+    @property
+    def has_name(self) -> bool:
+        """True if its path leads to it."""
+        return is_at(self.identity, self.path)
 
     def sync(self) -> None:
         if self._mapping is not None:

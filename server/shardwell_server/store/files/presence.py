@@ -9,15 +9,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from shardwell.errors import StorageError
-from shardwell_server.store.files.mapped import MappedFile
+from shardwell_server.store.files.mapped import identity_of, is_at
+
+
+class NamedFile(Protocol):
+    """A file that is in use, though its name may be gone."""
+
+    path: Path
+
+    @property
+    def has_name(self) -> bool:
+        """True if its path leads to it, or it is not in use."""
 
 
 class NamedFiles:
-    """A directory's mapped files, and `names` that may be replaced. One thread at a time."""
+    """A directory's files in use, and `names` that may be replaced. One thread at a time."""
 
-    def __init__(self, directory: Path, files: Sequence[MappedFile], names: Sequence[str]) -> None:
+    def __init__(self, directory: Path, files: Sequence[NamedFile], names: Sequence[str]) -> None:
         self._directory = str(directory)
         self._files = files
         self._names = [str(directory / name) for name in names]
@@ -34,7 +45,7 @@ class NamedFiles:
         if stamp == self._trusted:
             return None
         for file in self._files:
-            if not is_at(file.identity, file.path):
+            if not file.has_name:
                 return str(file.path)
         for path in self._names:
             if not os.path.lexists(path):
@@ -83,16 +94,3 @@ class Presence:
             f"{what} while the shard runs: nothing is acknowledged any more; stop the shard, put "
             "the directory back as it was, or restore a checkpoint, and start it again"
         )
-
-
-def identity_of(found: os.stat_result) -> tuple[int, int]:
-    """Returns the identity of a file, whatever its name."""
-    return (found.st_dev, found.st_ino)
-
-
-def is_at(identity: tuple[int, int], path: Path) -> bool:
-    """Returns True if a path leads to the file of an identity."""
-    try:
-        return identity_of(os.stat(path)) == identity
-    except OSError:
-        return False

@@ -50,6 +50,7 @@ from shardwell_server.store.contract import (
 )
 from shardwell_server.store.files.layout import Home
 from shardwell_server.store.files.mapped import MappedFile, sync_path
+from shardwell_server.store.files.presence import NamedFile
 from shardwell_server.store.journal.journal import (
     HEAD_BYTES,
     cut_off,
@@ -94,7 +95,8 @@ class MmapParameter(MmapStorage, ParameterStorage):
             Transition.CLOSE: self._parts(self.weights, *self.slots),
         }
         self._logs = {
-            name: EventLog(home.path / name, home.salt, home.reached) for name in get_args(LogName)
+            name: EventLog(home.path / name, home.salt, home.reached, keeps_open=True)
+            for name in get_args(LogName)
         }
         self._used_logs = {
             name for name in self._logs if not is_new and (home.path / name).exists()
@@ -243,6 +245,14 @@ class MmapParameter(MmapStorage, ParameterStorage):
     def start_journal(self, *, syncs_each: bool, is_new: bool = False) -> None:
         self._logs["samples"].is_synced = True  # "states" are read up to where they are whole
         super().start_journal(syncs_each=syncs_each, is_new=is_new)
+
+    def _files_in_use(self) -> Sequence[NamedFile]:
+        return [*self._files, *self._logs.values()]
+
+    def close(self) -> None:
+        for log in self._logs.values():
+            log.close()
+        super().close()
 
     def _sync_unmapped(self) -> None:
         super()._sync_unmapped()

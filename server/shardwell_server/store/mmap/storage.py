@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 from shardwell_server.store.contract import Event, Layout, Storage, TableLayout, check_not_retired
 from shardwell_server.store.files.layout import Home, write_layout
 from shardwell_server.store.files.mapped import MappedFile, failing, sync_path
-from shardwell_server.store.files.presence import NamedFiles, Presence
+from shardwell_server.store.files.presence import NamedFile, NamedFiles, Presence
 from shardwell_server.store.journal.journal import (
     Journal,
     forget_journal,
@@ -118,7 +118,11 @@ class MmapStorage(Storage):
 
     @cached_property
     def named_files(self) -> NamedFiles:
-        return NamedFiles(self.home.path, self._files, (self.home.layout_name, "marks", "events"))
+        names = (self.home.layout_name, "marks", "events")
+        return NamedFiles(self.home.path, self._files_in_use(), names)
+
+    def _files_in_use(self) -> Sequence[NamedFile]:
+        return self._files
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

@@ -15,7 +15,9 @@ import logging
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from fastcrc import crc32
@@ -25,6 +27,8 @@ from shardwell.specs.formats import EVENTS
 from shardwell_server.store.contract import Event
 from shardwell_server.store.files.mapped import (
     failing,
+    identity_of,
+    is_at,
     opened,
     reserve,
     storage_error,
@@ -37,17 +41,32 @@ _FORMAT = re.compile(rb"shardwell events ([0-9]{1,9}) ")
 _HEAD_BYTES = len(f"{_MAGIC} {0:020d} {0:08x}\n")
 _COMPACT_BYTES = 1 << 20
 _GROWTH_BYTES = 4096
+_encoded = json.JSONEncoder(sort_keys=True).encode
 
 
 class EventLog:
     """The events of one parameter or table. Any thread may append."""
 
     def __init__(
-        self, path: Path, salt: int, reached: Callable[[str], None], *, is_synced: bool = False
+        self,
+        path: Path,
+        salt: int,
+        reached: Callable[[str], None],
+        *,
+        is_synced: bool = False,
+        keeps_open: bool = False,
     ) -> None:
-        """Opens the log; `is_synced`: an event is on disk, not only with the kernel, at once."""
+        """Takes its place; `is_synced`: an event is on disk, not only with the kernel, at once.
+
+        `keeps_open`: a log of many events keeps a descriptor of its file from one to the next.
+        """
         self.is_synced = is_synced
-        self._path = path
+        self._keeps_open = keeps_open
+        self._kept: contextlib.nullcontext[int] | None = None
+        """The file as long as it is open; `close` lets it go, as does the end of this object."""
+        self._identity: tuple[int, int] | None = None
+        """Of that file. None before another one takes its name."""
+        self.path = path
         self._salt = salt
         self._reached = reached
         self._lock = threading.Lock()
@@ -58,7 +77,7 @@ class EventLog:
     def create(self, events: Sequence[Event] = ()) -> None:
         lines = b"".join(self._line(event) for event in events)
         end = _HEAD_BYTES + len(lines)
-        with opened(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
+        with opened(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
             reserve(file, end + _GROWTH_BYTES)
             self._reached("room for events")
             os.pwrite(file, lines, _HEAD_BYTES)
@@ -71,31 +90,32 @@ class EventLog:
 
     def read(self, *, is_cut_off: bool = False) -> list[Event]:
         """Returns the events; `is_cut_off`: those before the first that power was lost in."""
-        with failing(self._path, "reading it"):
-            data = self._path.read_bytes()
+        with failing(self.path, "reading it"):
+            data = self.path.read_bytes()
         head, end = data[:_HEAD_BYTES], 0
         length = head[len(_MAGIC) : -9].strip()
         if length.isdigit():
             end = int(length)
         text, crc = head[:-9], f"{crc32.iscsi(head[:-9], self._salt):08x}\n".encode()
         if head == text + crc and (form := _FORMAT.match(head)):
-            EVENTS.check(self._path, int(form[1]))
+            EVENTS.check(self.path, int(form[1]))
         if not _HEAD_BYTES <= end <= len(data) or head != self._head(end):
             raise self._damaged("its first line")
-        events = []
+        texts: list[bytes] = []
         read_end = _HEAD_BYTES
         for number, line in enumerate(data[_HEAD_BYTES:end].splitlines(keepends=True), start=2):
-            try:
-                event = json.loads(line[9:])
-            except ValueError:
-                event = None
-            if event is None or line != self._line(event):
+            text = line[9:-1]
+            if line != self._lined(text):
                 if is_cut_off:
                     end = read_end
                     break
                 raise self._damaged(f"line {number}")
-            events.append(event)
+            texts.append(text)
             read_end += len(line)
+        try:  # all at once, in a third of the time
+            events: list[Event] = json.loads(b"[%b]" % b",".join(texts))
+        except ValueError:
+            raise self._damaged("a line") from None
         self._end, self._reserved = end, len(data)
         return events
 
@@ -103,20 +123,49 @@ class EventLog:
         line = self._line(event)
         with self._lock:
             end = self._end + len(line)
-            with failing(self._path, "writing an event"), opened(self._path, os.O_RDWR) as file:
-                if end > self._reserved:
-                    reserve(file, end + _GROWTH_BYTES)
-                    self._reserved = end + _GROWTH_BYTES
-                    self._reached("room for events")
-                os.pwrite(file, line, self._end)
-                self._reached("event")
-                if self.is_synced:
-                    os.fdatasync(file)
-                os.pwrite(file, self._head(end), 0)
-                self._reached("event's end")
-                if self.is_synced:
-                    os.fdatasync(file)
+            try:
+                with self._kept or self._opened() as file:
+                    if end > self._reserved:
+                        reserve(file, end + _GROWTH_BYTES)
+                        self._reserved = end + _GROWTH_BYTES
+                        self._reached("room for events")
+                    os.pwrite(file, line, self._end)
+                    self._reached("event")
+                    if self.is_synced:
+                        os.fdatasync(file)
+                    os.pwrite(file, self._head(end), 0)
+                    self._reached("event's end")
+                    if self.is_synced:
+                        os.fdatasync(file)
+            except OSError as error:
+                self._let_go()
+                raise storage_error(self.path, error, "writing an event") from None
             self._end = end
+
+    def _opened(self) -> AbstractContextManager[int]:
+        if not self._keeps_open:
+            return opened(self.path, os.O_RDWR)
+        file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        self._release = weakref.finalize(self, os.close, file)
+        self._kept = contextlib.nullcontext(file)
+        self._identity = identity_of(os.fstat(file))
+        return self._kept
+
+    def _let_go(self) -> None:
+        if self._kept is not None:
+            self._kept = self._identity = None
+            self._release()
+
+    def close(self) -> None:
+        """Closes the file; a later event opens it again."""
+        with self._lock:
+            self._let_go()
+
+    @property
+    def has_name(self) -> bool:
+        """True unless its file is open, and its path leads to none, or to another one."""
+        identity = self._identity  # without the lock, which a slow disk may have
+        return identity is None or is_at(identity, self.path) or self._identity != identity
 
     @property
     def is_long(self) -> bool:
@@ -125,16 +174,17 @@ class EventLog:
 
     def begin(self) -> None:
         """Makes an empty log, whole or not at all, in a directory that has no such log."""
-        with failing(self._path, "making it"):
+        with failing(self.path, "making it"):
             self._take_place(())
 
     def _take_place(self, events: Sequence[Event]) -> None:
-        path = self._path.with_suffix(".new")
+        path = self.path.with_suffix(".new")
         following = EventLog(path, self._salt, self._reached, is_synced=self.is_synced)
         following.create(events)
-        os.replace(path, self._path)
+        self._let_go()
+        os.replace(path, self.path)
         if self.is_synced:
-            sync_path(self._path.parent)
+            sync_path(self.path.parent)
         self._reached("compacted events' name")
         self._end, self._reserved = following._end, following._reserved
 
@@ -142,13 +192,13 @@ class EventLog:
         with self._lock:
             if not self.is_long:
                 return
-            path = self._path.with_suffix(".new")
+            path = self.path.with_suffix(".new")
             try:
                 self._take_place(events)
             except OSError as error:  # the events stand where they are
                 _LOG.warning(
                     "events were not compacted",
-                    extra={"reason": storage_error(self._path, error, "compacting it").message},
+                    extra={"reason": storage_error(self.path, error, "compacting it").message},
                 )
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -157,14 +207,16 @@ class EventLog:
             self._compact_at = max(_COMPACT_BYTES, 2 * self._end)
 
     def _line(self, event: Event) -> bytes:
-        text = json.dumps(event, sort_keys=True).encode()
-        return f"{crc32.iscsi(text, self._salt):08x} ".encode() + text + b"\n"
+        return self._lined(_encoded(event).encode())
+
+    def _lined(self, text: bytes) -> bytes:
+        return b"%08x %b\n" % (crc32.iscsi(text, self._salt), text)
 
     def _head(self, end: int) -> bytes:
-        text = f"{_MAGIC} {end:020d} "
-        return f"{text}{crc32.iscsi(text.encode(), self._salt):08x}\n".encode()
+        text = b"%b %020d " % (_MAGIC.encode(), end)
+        return b"%b%08x\n" % (text, crc32.iscsi(text, self._salt))
 
     def _damaged(self, what: str) -> StorageError:
         return StorageError(
-            f"{self._path}: {what} was damaged; restore the directory from a copy or a checkpoint"
+            f"{self.path}: {what} was damaged; restore the directory from a copy or a checkpoint"
         )
