@@ -5,8 +5,9 @@ A set is a tuple of (start, stop), ascending, none empty, none touching the next
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import TypeAlias
 
 from shardwell.errors import ArgumentError
@@ -14,6 +15,8 @@ from shardwell.specs.samples import POSITION_MAX
 
 NumberRanges: TypeAlias = tuple[tuple[int, int], ...]
 """A set of numbers: (start, stop) each."""
+_start, _stop = itemgetter(0), itemgetter(1)
+_FEW = 8
 
 
 def united(*sets: Iterable[tuple[int, int]]) -> NumberRanges:
@@ -27,27 +30,46 @@ def united(*sets: Iterable[tuple[int, int]]) -> NumberRanges:
     return tuple(found)
 
 
+def added(ranges: NumberRanges, more: NumberRanges) -> NumberRanges:
+    """Returns the numbers that are in either, as `united`, but goes through `more` alone."""
+    if len(more) > _FEW:
+        return united(ranges, more)
+    for start, stop in more:
+        first = bisect_left(ranges, start, key=_stop)
+        last = bisect_right(ranges, stop, key=_start)
+        if first < last:
+            start, stop = min(start, ranges[first][0]), max(stop, ranges[last - 1][1])
+        ranges = (*ranges[:first], (start, stop), *ranges[last:])
+    return ranges
+
+
 def without(ranges: NumberRanges, taken: NumberRanges) -> NumberRanges:
     """Returns the numbers of `ranges` that are not in `taken`."""
     return tuple(_left(ranges, taken))
 
 
 def _left(ranges: NumberRanges, taken: NumberRanges) -> Iterator[tuple[int, int]]:
-    stops = [stop for _, stop in taken]
     for start, stop in ranges:
-        for begin, end in taken[bisect_right(stops, start) :]:
-            if begin >= stop:
-                break
+        index = bisect_right(taken, start, key=_stop)
+        while index < len(taken) and taken[index][0] < stop:
+            begin, end = taken[index]
             if start < begin:
                 yield start, begin
-            start = end
+            start, index = end, index + 1
         if start < stop:
             yield start, stop
 
 
 def common(ranges: NumberRanges, others: NumberRanges) -> NumberRanges:
     """Returns the numbers that are in both."""
-    return without(ranges, without(ranges, others))
+    found = []
+    for start, stop in ranges:
+        index = bisect_right(others, start, key=_stop)
+        while index < len(others) and others[index][0] < stop:
+            begin, end = others[index]
+            found.append((max(start, begin), min(stop, end)))
+            index += 1
+    return tuple(found)
 
 
 def size_of(ranges: Iterable[tuple[int, int]]) -> int:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shardwell.errors import ArgumentError
 from shardwell.placement.ranges import (
     NumberRanges,
+    added,
     between,
     common,
     first_of,
@@ -43,6 +44,7 @@ def test_sets_are_united_common_and_taken_away(
 ) -> None:
     a, b, c = ranges_of(one), ranges_of(other), ranges_of(third)
     assert united(a, b, c) == ranges_of(one | other | third)
+    assert added(a, b) == ranges_of(one | other)
     assert common(a, b) == ranges_of(one & other)
     assert without(a, b) == ranges_of(one - other)
     assert size_of(a) == len(one)

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 from shardwell.errors import ArgumentError, LimitError, SpecMismatchError
 from shardwell.placement.ranges import (
     NumberRanges,
+    added,
     between,
     common,
     first_of,
@@ -234,9 +235,14 @@ class Ledger:
     def advance(self, version: int) -> None:
         """Closes the steps before a version of chunk 0."""
         if self.open and self.open[0].step < version:
-            closed = [each for each in self.open if each.step < version]
-            self.open = [each for each in self.open if each.step >= version]
-            self.done = united(self.done, *(each.ranges for each in closed))
+            closed, self.open = self.open, []
+            if closed[-1].step >= version:
+                self.open = [each for each in closed if each.step >= version]
+                closed = [each for each in closed if each.step < version]
+            counted = closed[0].ranges
+            if len(closed) > 1:
+                counted = united(*(each.ranges for each in closed))
+            self.done = added(self.done, counted)
             for each in closed:
                 self.steps.setdefault(each.step, []).append(each)
             while len(self.steps) > STEP_COUNT_MAX:
@@ -256,7 +262,9 @@ class Ledger:
             others = without(ranges, self.out.get(holder, ()))
             why = "are not leased to it"
         else:
-            others = common(ranges, united(self.done, self.open_ranges))
+            others = common(ranges, self.done)
+            for each in self.open:
+                others = others or common(ranges, each.ranges)
             why = "have counted"
         if others:
             raise ArgumentError(
@@ -268,15 +276,16 @@ class Ledger:
 
     def note_count(self, counted: Counted) -> None:
         """Notes a gradient's samples, which count with the gradient; see `count`."""
-        self._note("counted", **_facts(counted))
+        self._note_event({"kind": "counted", "data": self.data.name, **_facts(counted)})
 
     def count(self, counted: Counted) -> None:
         """Takes what was noted, once the gradient has counted."""
         self.open.append(counted)
         if self.leases:
             self.last_step[counted.holder] = counted.step
-        self._take_from(counted.holder, counted.ranges)
-        self.returned = without(self.returned, counted.ranges)
+            self._take_from(counted.holder, counted.ranges)
+        if self.returned:
+            self.returned = without(self.returned, counted.ranges)
 
     def _take_from(self, holder: Holder, ranges: NumberRanges) -> None:
         left = without(self.out.get(holder, ()), ranges)
@@ -632,9 +641,11 @@ class Ledger:
 
 
 def _facts(counted: Counted) -> Event:
+    step, order, (worker_id, tenure), ranges = counted
     return {
-        "step": counted.step,
-        "order": counted.order,
-        **counted.holder._asdict(),
-        "ranges": counted.ranges,
+        "step": step,
+        "order": order,
+        "worker_id": worker_id,
+        "tenure": tenure,
+        "ranges": ranges,
     }

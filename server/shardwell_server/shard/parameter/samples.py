@@ -145,9 +145,10 @@ class Samples:
     ) -> tuple[Ledger, Counted]:
         self._note_void()
         ledger = self._ledger(data)
-        ledger.advance(self._version)
+        version, order = self._place
+        ledger.advance(version)
         ledger.check_count(holder, ranges)
-        found = Counted(step, self._place[1], holder, ranges)
+        found = Counted(step, order, holder, ranges)
         self.void = found.step, found.order
         ledger.note_count(found)
         return ledger, found
