@@ -22,6 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -284,24 +285,28 @@ class Dealing:
 
     def admits(self, batches: Sequence[Batch]) -> bool:
         """Returns True if a gradient of batches may leave now; those that are void end else."""
-        tenure = self._tenure
+        tenure, are_valid = self._tenure, True
         for batch in batches:
-            if batch.tenure == tenure and id(batch) not in self._held:
+            if batch.tenure != tenure:
+                are_valid = False
+            elif id(batch) not in self._held:
                 raise ArgumentError(
                     f"this batch of samples {batch.data!r} was dealt to another worker or "
                     "parameter, or its gradient has counted; give each batch that batches() yields "
                     "to one exchange()"
                 )
-        if len({batch.data for batch in batches}) > 1:
+        if len(batches) > 1 and len({batch.data for batch in batches}) > 1:
             raise ArgumentError("one gradient has batches of several datasets; give each its step")
-        return all(batch.tenure == tenure for batch in batches)
+        return are_valid
 
     def named(self, batches: Sequence[Batch]) -> types_pb2.StepSamples | None:
         """Returns batches, and what is carried over, as a gradient names them."""
         given = (*batches, *self._carried)
         if not given:
             return None
-        ranges = united(*(batch.ranges for batch in given))
+        ranges = given[0].ranges
+        if len(given) > 1:
+            ranges = united(*(batch.ranges for batch in given))
         return types_pb2.StepSamples(data=given[0].data, ranges=flat(ranges))
 
     def give_back(self, batches: Sequence[Batch]) -> None:
@@ -322,6 +327,11 @@ class Dealing:
         lost = [*outcome.late, *outcome.unknown]
         if self._member is not None:  # else its earlier process had the same samples
             lost += outcome.superseded
+        if not lost:
+            for batch in given:
+                self._end(batch)
+            self._split = set()
+            return True
         is_counted = not any(where.offset == 0 for where in lost)
         is_late = any(where.offset == 0 for where in outcome.late)
         is_partial = outcome.counted != "none" or bool(outcome.unknown)
@@ -332,7 +342,7 @@ class Dealing:
         for batch in given:
             self._end(batch)
         # Also where the rest is carried over: it is lost with this worker.
-        for is_split in (True, False) if lost else ():
+        for is_split in (True, False):
             ranges = united(*(b.ranges for b in given if (id(b) in split) == is_split))
             if ranges and (is_split or not is_counted):
                 owed = Owed(given[0].data, given[0].tenure, ranges, outcome.step, is_split)
@@ -435,11 +445,18 @@ def _indices(samples: Samples, dealt: Sequence[NumberRanges]) -> list[Int64]:
     """Returns the samples of each batch, all at once."""
     if not dealt:
         return []
-    positions = np.concatenate(
-        [np.arange(*each, dtype=np.int64) for ranges in dealt for each in ranges]
-    )
+    runs: list[list[int]] = []  # of batches that follow one another, as all of one worker do
+    ends = [0]
+    for ranges in dealt:
+        for start, stop in ranges:
+            if runs and runs[-1][1] == start:
+                runs[-1][1] = stop
+            else:
+                runs.append([start, stop])
+        ends.append(ends[-1] + size_of(ranges))
+    positions = np.concatenate([np.arange(*run, dtype=np.int64) for run in runs])
     found = samples_at(positions, samples.length, samples.seed, shuffles=samples.shuffle)
-    return np.split(found, np.cumsum([size_of(ranges) for ranges in dealt])[:-1])
+    return [found[first:end] for first, end in itertools.pairwise(ends)]
 
 
 def _parts(ranges: NumberRanges, size: int) -> list[NumberRanges]:

@@ -165,6 +165,7 @@ class Transfer(StepTransfer[ShardSlice]):
         self.parts: list[ShardSlice] = []
         """The parts by shard; empty until the shards have said them."""
         self._rotates = spec.min_contributors > 0
+        self._is_elastic = spec.members is not None
         self._codec = ChunkCodec.of(spec)
         self._gradient_context = checksum.context(
             checksum.Kind.GRADIENT, spec.name, opening.worker_id
@@ -402,8 +403,6 @@ class Transfer(StepTransfer[ShardSlice]):
         if work.learning_rate is not None:
             common.learning_rate = work.learning_rate
             common.rate_factors.extend(factors_of(work.learning_rate))
-        if work.samples is not None:
-            common.samples.CopyFrom(work.samples)
         if not are_made_here:
             for line in lines:
                 line.stream.submit(self._messages(line, work, common, leaves=True))
@@ -465,13 +464,21 @@ class Transfer(StepTransfer[ShardSlice]):
             batch = framing.Batch(pb.ExchangeRequest, batch_count(line.stop - first))
             before = (begin - first) * room_bytes(size_of(part.chunks[0].size))
             places = Places(arena.memory, before)
-        start = checksum.gradient(self._gradient_context, common)
+        bare = start = checksum.gradient(self._gradient_context, common)
+        samples = work.samples
+        named = bare if samples is None else checksum.of_samples(bare, samples)
         for unit in range(begin, stop):
             at_ns = now_ns()
             index = self._chunk_index(line, unit, work.step) if self._rotates else unit
             where = part.chunks[index]
             header = pb.ExchangeRequest(gradient=common)
             gradient = header.gradient
+            # A fixed crew's shards ask no other chunk.
+            if samples is not None and (where.offset == 0 or self._is_elastic):
+                gradient.samples.CopyFrom(samples)
+                start = named
+            else:
+                start = bare
             chunk = gradient.chunk
             if unit == first:
                 self._begin(header, line)

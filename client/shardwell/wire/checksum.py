@@ -91,6 +91,14 @@ def _number(value: int) -> bytes:
     return (value & _MASK).to_bytes(8, "little")
 
 
+def _counted_numbers(values: Sequence[int]) -> bytes:
+    count = len(values)
+    try:
+        return struct.pack(f"<{count + 1}Q", count, *values)
+    except struct.error:  # one is negative
+        return _number(count) + b"".join(map(_number, values))
+
+
 def _text(value: str | bytes) -> bytes:
     written = value.encode() if isinstance(value, str) else value
     return _number(len(written)) + written
@@ -213,6 +221,10 @@ def _append_number(value: int, parts: list[bytes]) -> None:
     parts.append((value & _MASK).to_bytes(8, "little"))
 
 
+def _append_numbers(values: Sequence[int], parts: list[bytes]) -> None:
+    parts.append(_counted_numbers(values))
+
+
 def _append_double(value: float, parts: list[bytes]) -> None:
     parts.append(_DOUBLE.pack(value))
 
@@ -236,7 +248,7 @@ def _fields(descriptor: Any) -> list[_Field]:
         is_version = field.name == WIRE_FIELD
         if field.name == CRC_FIELD or (is_version and descriptor.name in _FIRST):
             continue
-        append: Any = _append_number
+        append: Any = _append_numbers if field.is_repeated else _append_number
         if field.message_type is not None:
             append = _append
         elif field.type in (field.TYPE_STRING, field.TYPE_BYTES):
@@ -245,7 +257,9 @@ def _fields(descriptor: Any) -> list[_Field]:
             append = _append_double
         is_pair = field.has_presence and field.message_type is None
         absent = b"" if is_version else _ZERO * (1 + is_pair)
-        found.append(_Field(field.number, absent, field.is_repeated, field.has_presence, append))
+        # Repeated numbers are written at once.
+        is_repeated = field.is_repeated and append is not _append_numbers
+        found.append(_Field(field.number, absent, is_repeated, field.has_presence, append))
     return found
 
 
@@ -330,10 +344,12 @@ def gradient(context: int, header: types_pb2.GradientChunk) -> int:
     factors = header.rate_factors
     if factors:
         crc = extended(crc, len(factors), *map(_bits, factors))
-    if not header.HasField("samples"):
-        return crc
-    samples = header.samples
-    return extended(crc, samples.data, len(samples.ranges), *samples.ranges)
+    return of_samples(crc, header.samples) if header.HasField("samples") else crc
+
+
+def of_samples(crc: int, samples: types_pb2.StepSamples) -> int:
+    """Goes on from the other fields of a chunk of a gradient over the samples that it names."""
+    return int(crc32.iscsi(_text(samples.data) + _counted_numbers(samples.ranges), crc))
 
 
 def gradient_control(header: types_pb2.GradientChunk) -> int:

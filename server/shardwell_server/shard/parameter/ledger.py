@@ -589,7 +589,9 @@ class Ledger:
 
     def restore(self, event: Event) -> None:
         """Takes an event of an earlier process, in the order of the log."""
-        kind, ranges = event["kind"], united(event.get("ranges", ()))
+        kind, given = event["kind"], event.get("ranges", ())
+        # Of most, one range.
+        ranges = ((given[0][0], given[0][1]),) if len(given) == 1 else united(given)
         holder = Holder(event.get("worker_id", ""), event.get("tenure", 0))
         match kind:
             case "state":

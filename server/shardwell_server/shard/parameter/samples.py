@@ -143,8 +143,9 @@ class Samples:
     def _note_count(
         self, holder: Holder, step: int, data: str, ranges: NumberRanges
     ) -> tuple[Ledger, Counted]:
-        self._note_void()
-        ledger = self._ledger(data)
+        if self.void is not None:
+            self._note_void()
+        ledger = self._ledgers.get(data) or self._ledger(data)
         version, order = self._place
         ledger.advance(version)
         ledger.check_count(holder, ranges)

@@ -41,6 +41,7 @@ _FORMAT = re.compile(rb"shardwell events ([0-9]{1,9}) ")
 _HEAD_BYTES = len(f"{_MAGIC} {0:020d} {0:08x}\n")
 _COMPACT_BYTES = 1 << 20
 _GROWTH_BYTES = 4096
+_HEAD_TEXT = f"{_MAGIC} ".encode() + b"%020d "
 _encoded = json.JSONEncoder(sort_keys=True).encode
 
 
@@ -105,7 +106,7 @@ class EventLog:
         read_end = _HEAD_BYTES
         for number, line in enumerate(data[_HEAD_BYTES:end].splitlines(keepends=True), start=2):
             text = line[9:-1]
-            if line != self._lined(text):
+            if line != b"%08x %b\n" % (crc32.iscsi(text, self._salt), text):
                 if is_cut_off:
                     end = read_end
                     break
@@ -207,13 +208,11 @@ class EventLog:
             self._compact_at = max(_COMPACT_BYTES, 2 * self._end)
 
     def _line(self, event: Event) -> bytes:
-        return self._lined(_encoded(event).encode())
-
-    def _lined(self, text: bytes) -> bytes:
+        text = _encoded(event).encode()
         return b"%08x %b\n" % (crc32.iscsi(text, self._salt), text)
 
     def _head(self, end: int) -> bytes:
-        text = b"%b %020d " % (_MAGIC.encode(), end)
+        text = _HEAD_TEXT % end
         return b"%b%08x\n" % (text, crc32.iscsi(text, self._salt))
 
     def _damaged(self, what: str) -> StorageError:
