@@ -163,8 +163,11 @@ class Plan:
         found: list[NumberRanges] = []
         if left:
             first = min(place_of(self.ranges, left[0][0]) // self.way.width, self.round_count - 1)
+            gone_before = gone[-1][1] if gone else 0
             for index in range(first, self.round_count):
-                batch = without(self.batch(rank, index), gone)
+                batch = self.batch(rank, index)
+                if batch and batch[0][0] < gone_before:
+                    batch = without(batch, gone)
                 if batch:
                     found.append(batch)
                 if len(found) == count:
