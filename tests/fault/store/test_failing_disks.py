@@ -40,6 +40,7 @@ from shardwell.errors import StorageError
 from shardwell_server.shard.shard import Shard
 from shardwell_server.store.files.data_dir import DataDir, DataDirError
 from shardwell_server.store.mmap.store import MmapStore
+from shardwell_server.store.records import event_log
 
 DISK_BYTES = 2**20
 STORY = story()
@@ -89,6 +90,39 @@ def test_each_call_of_the_system_fails_once(
         else:
             compaction_failure_count += 1
     assert 0 < compaction_failure_count < 30
+
+
+def test_a_log_that_stays_open_is_opened_anew_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "_COMPACT_BYTES", 300)
+    system = FailingSystem(monkeypatch)
+    events = [{"number": number} for number in range(12)]
+    number, was_failing, reason = 0, True, ""
+    while was_failing:
+        number += 1
+        path = tmp_path / str(number)
+        log = event_log.EventLog(path, 0, lambda _: None, keeps_open=True)
+        log.begin()
+        open_count = len(os.listdir("/proc/self/fd"))
+        system.call_count, system.failing, was_failing = 0, number, False
+        for index, event in enumerate(events, start=1):
+            try:
+                log.append(event)
+            except StorageError as error:
+                was_failing, reason = True, str(error)
+                assert len(os.listdir("/proc/self/fd")) == open_count
+                assert event_log.EventLog(path, 0, lambda _: None).read() == events[: index - 1]
+                log.append(event)
+                assert str(path) in reason
+            log.compact(events[:index])
+            assert log.has_name
+        was_failing |= system.call_count >= number
+        assert event_log.EventLog(path, 0, lambda _: None).read() == events
+        log.close()
+        assert len(os.listdir("/proc/self/fd")) == open_count
+    assert number > 2 * len(events)
+    system.failing = -1
 
 
 def test_no_more_open_files(tmp_path: Path) -> None:
