@@ -19,6 +19,7 @@ import pytest
 import shardwell
 from harness.programs.commands import run_command
 from harness.programs.killed_training import (
+    END_TIMEOUT_S,
     KILLED_AFTER,
     KilledTraining,
     goes_on,
@@ -115,6 +116,12 @@ def check_killed_training(
     with KilledTraining(running, reader, file, environment) as training:
         workers = training.run([["w0"], ["w1"]], program.step_count, first_line=STARTS)
         rates = [rates_of(each.pid) for each in (workers[0], training.killed, workers[1])]
+        step = versions(reader)()
+        late = training.start(["w0"])  # all is over: it has nothing to do
+        assert late.end(END_TIMEOUT_S) == 0, (late.lines, late.log)
+        assert not any("Traceback" in line for line in late.log), late.log
+        assert versions(reader)() == step
+        assert late.lines[-1] == workers[0].lines[-1], late.lines
     if "lr_scheduler" in program.text:
         assert goes_on(*rates), rates  # the other worker's are an undisturbed run's
     accounts = [found for each in reader.status()[0].parameters for found in each.samples]

@@ -83,6 +83,20 @@ def test_a_worker_is_killed_in_the_middle_of_an_epoch_and_started_again(
     assert counts_at(connect(running, "reader")) == [6] * LENGTH
 
 
+def test_elastic_workers_end_with_one_model(cluster, connect) -> None:
+    """Of an odd number of batches one has the last, whose weights the other gets, too."""
+    running = cluster(2)
+    clients = [connect(running, f"w{n}") for n in range(2)]
+    workers = together([partial(Visits, client, members=ELASTIC) for client in clients])
+
+    def train(worker: Visits) -> None:
+        for _ in worker.loader.epochs(1):
+            worker.epoch()
+
+    together([partial(train, worker) for worker in workers])
+    assert [worker.counts for worker in workers] == [[1] * LENGTH] * 2
+
+
 FRAMEWORKS = ["accelerate", "epochs", "lightning", "trainer"]
 
 

@@ -433,7 +433,20 @@ def _batches(
     own = None
     if not is_counted:
         own = OwnDeals(samples, of.client.worker_id, of.next_step * batches_per_step)
-    found = SharedBatches(samples, lambda: own or of.parameter, count_of, is_counted=is_counted)
+
+    def take_last() -> None:
+        """Takes the weights of what other members gave when this one had nothing left."""
+        if spec.members is not None:
+            rows = all_rows(of.client.status())
+            of._take_weights(max(row.newest for row in rows if row.name == spec.name), None)
+
+    found = SharedBatches(
+        samples,
+        lambda: own or of.parameter,
+        count_of,
+        is_counted=is_counted,
+        take_last=take_last,
+    )
     if isinstance(stepper, ServerOptimizer):
         stepper._step.backward.feed(found)
     else:

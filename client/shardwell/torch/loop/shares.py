@@ -190,8 +190,17 @@ class SharedBatches(Sampler[list[int]]):
         count_of: Callable[[int], int],
         *,
         is_counted: bool,
+        take_last: Callable[[], None],
     ) -> None:
-        """Takes a `count_of` that returns how many batches of so many samples this worker has."""
+        """Makes the batches of a worker.
+
+        Args:
+            samples: The dataset.
+            deals: Returns what deals them.
+            count_of: Returns how many batches of so many samples this worker has.
+            is_counted: True if shards keep account of them.
+            take_last: Takes the weights that come of the last samples.
+        """
         self.samples = samples
         self.batch_size, self.drop_last = samples.batch_size, samples.drop_last
         self.sampler = self  # of which frameworks call set_epoch
@@ -206,6 +215,7 @@ class SharedBatches(Sampler[list[int]]):
                 f"{samples.batch_size}, and drop_last leaves that out; make batches smaller"
             )
         self._is_counted = is_counted
+        self.take_last = take_last
         self.newest: _Pass | None = None
         """The pass that began last."""
         self._used: list[Batch] = []
@@ -476,7 +486,8 @@ class SharedLoader(DataLoader[Any]):
         """The numbers of the epochs up to `count` of which this worker has samples to take.
 
         The last one may come again: an elastic worker waits at its end until all samples have
-        counted, and takes those of a member that was lost.
+        counted, and takes those of a member that was lost. Then the model has the weights that came
+        of all of them, on each worker.
 
         for epoch in loader.epochs(3):
             for inputs, targets in loader:
@@ -488,6 +499,7 @@ class SharedLoader(DataLoader[Any]):
         while count and self._batches.await_left(count - 1):
             self.set_epoch(count - 1)
             yield count - 1
+        self._batches.take_last()
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next `for` over the loader that epoch, and what is left of those before."""
