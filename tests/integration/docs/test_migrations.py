@@ -8,11 +8,19 @@ in the middle, and started again as the page says, or with the command that star
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-from harness.programs.killed_training import KilledTraining, run_launched_group, with_rates
+from harness.programs.commands import Program
+from harness.programs.killed_training import (
+    LAUNCH_TIMEOUT_S,
+    KilledTraining,
+    run_launched_group,
+    with_rates,
+)
 from integration.docs.test_docs import ROOT, case
 from integration.docs.test_quickstarts import (
     KILL,
@@ -49,6 +57,11 @@ def test_our_side_trains(
         reader = connect(running, "reader")
         with KilledTraining(running, reader, file) as training:
             run = training.run_launched()
+        words = shlex.split(command.replace("python", sys.executable))[1:]
+        environment = {"SHARDWELL_SHARDS": running.target, "OMP_NUM_THREADS": "1"}
+        with Program("-m", "shardwell_server", *words, environment=environment) as late:
+            assert late.end(LAUNCH_TIMEOUT_S) == 0, (late.lines, late.log)  # all was over
+        assert not any("Traceback" in line for line in late.log), late.log
     ends = re.findall(r"\[\d\] accuracy (\S+) on held-out digits", "\n".join(run.lines))
     assert len(ends) == 2
     assert min(map(float, ends)) >= ACCURACY_MIN
