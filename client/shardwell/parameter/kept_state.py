@@ -278,6 +278,10 @@ class KeptStates:
 
     def note(self) -> None:
         """Takes the objects as they are now; see `Parameter.note_state`."""
+        home = self._shards.state_home
+        if home is not None and home is not self:
+            home.note()
+            return
         kept, step = self.kept, self._next_step()
         if kept is None:
             return
@@ -294,7 +298,20 @@ class KeptStates:
         kept = self.kept
         if kept is not None and kept.captured_step < self._next_step():
             self._capture(kept)
+        if kept is not None and kept.pending is not None:
             self._calls.run(self._send, timeout_s, in_turn=True)
+
+    def hand_to(self, other: KeptStates) -> None:
+        """Goes on with the objects as they are at the next step of another opening."""
+        if self.kept is not None:
+            other.kept, self.kept = self.kept, None
+            other.kept.at, other.kept.captured_step = other._next_step(), -1
+            self._shards.state_home = other
+
+    def close(self) -> None:
+        """Lets another parameter of this worker begin a state, as that of this one is closed."""
+        if self._shards.state_home is self:
+            self._shards.state_home = None
 
     def drop(self) -> None:
         """Keeps nothing more, of none of what this worker trains."""

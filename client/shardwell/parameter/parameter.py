@@ -433,6 +433,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             batch=batch,
             reads_first=False,
         )
+        kept = self._states.kept
+        if kept is not None and kept.captured_step != self.next_step:
+            self.note_state()  # while the program does not change the objects
         if began is None:
             return self._calls.start(exchange, timeout_s, in_turn=True)
 
@@ -604,6 +607,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             ShardwellError: as `exchange`.
         """
         self._states.end(timeout_s)
+
+    def hand_state_to(self, other: Parameter[Any]) -> None:
+        """Has the parameter that takes the place of this one keep the objects, as they are."""
+        self._states.hand_to(other._states)
 
     def drop_state(self) -> None:
         """Ends `keep_state`, such as in the middle of what a loop does behind a step."""
@@ -923,6 +930,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 f"{given.dtype} of {given.shape}"
             )
         self._feedback.residual = values
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._states.close()
 
     # What the verbs share, on a thread of the client's.
 

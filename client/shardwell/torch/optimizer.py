@@ -470,6 +470,7 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
             lambda: _opened(self._training, tensors, order=list(tensors)),
             timeout_s=self.timeout_s,
         )
+        old.hand_state_to(self.parameter)
         self._step.restart(self.parameter)
         self._take_weights(0, self.timeout_s)
 

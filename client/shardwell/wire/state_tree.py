@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwell.errors import ArgumentError, CorruptChunkError
 
@@ -84,8 +85,8 @@ def _packed(
             arrays.append(parts[2])
             return {"x": [form.name, parts[0], list(parts[1])]}
     if hasattr(value, "__array__") and hasattr(value, "dtype"):
-        array = np.asarray(value)
-        if array.dtype.kind in _KINDS:
+        array = _as_array(value)
+        if array is not None and array.dtype.kind in _KINDS:
             little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
             arrays.append(little.tobytes())
             if isinstance(value, np.generic):
@@ -95,6 +96,13 @@ def _packed(
         f"{where:.200} is a {type(value).__module__}.{type(value).__qualname__}, which the shards "
         "do not keep: give an object whose state has numbers, strings, lists, dicts and arrays"
     )
+
+
+def _as_array(value: Any) -> npt.NDArray[Any] | None:
+    try:
+        return np.asarray(value)
+    except TypeError:  # such as keys of JAX, which are no numbers
+        return None
 
 
 def unpacked(data: bytes, forms: Sequence[ArrayForm] = ()) -> Any:

@@ -151,3 +151,35 @@ def test_a_checkpoint_of_the_whole_training_goes_on_on_other_shards(cluster, tmp
             path.rename(path.with_name(f"later-{path.name}"))
     code, lines = end(cluster(3).target, tmp_path, 0, "resume", "")
     assert (code, lines) == (0, undisturbed)
+
+
+LONE = """
+schedule = torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1 / (1 + step))
+loader = torch.utils.data.DataLoader(data, batch_size=1, shuffle=True)
+model, optimizer, loader = shardwell.torch.prepare(
+    model, plain, loader, schedule=schedule, name="net", codec="fp32", members=shardwell.Elastic(),
+)
+for epoch in loader.epochs(2):
+    for indices, in loader:
+        step = optimizer.next_step
+        print("RATE", step, schedule.get_last_lr()[0], flush=True)
+        model(indices).backward()
+        if step == STOP:
+            os.kill(os.getpid(), signal.SIGTERM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_member_that_gets_sigterm_takes_its_whole_step_along(cluster) -> None:
+    """The next one, under another name, goes on with the schedule of its step."""
+    target = cluster(2).target
+    seen = []
+    for stop in (3, 9, -1):
+        variables = {"SHARDWELL_WORKER_ID": f"w{stop}"}
+        with started(target, LONE, stop=stop, environment=variables) as program:
+            assert program.end() == (143 if stop > 0 else 0), program.log
+        seen += [line.split()[1:] for line in program.lines if line.startswith("RATE")]
+    assert [int(step) for step, _ in seen] == list(range(52))
+    assert [float(rate) for _, rate in seen] == [1 / (1 + step) for step in range(52)]

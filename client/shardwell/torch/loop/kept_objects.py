@@ -80,8 +80,12 @@ class Buffers:
     @staticmethod
     def of(model: torch.nn.Module) -> Buffers | None:
         """Returns them if batches change some and all are small; None: they are not kept."""
-        saved = model.state_dict(keep_vars=True)
-        found = {key: each for key, each in model.named_buffers() if key in saved}
+        found = {
+            f"{name}.{key}": each
+            for name, module in model.named_modules()
+            for key, each in module._buffers.items()
+            if each is not None and key not in module._non_persistent_buffers_set
+        }
         if not any(key.endswith("running_mean") for key in found):
             return None  # as only batch normalization and its like change them
         size = sum(each.nbytes for each in found.values())

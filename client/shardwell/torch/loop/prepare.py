@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -68,7 +68,7 @@ def prepare(
     state: Mapping[str, Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
     **options: Any,
-) -> Prepared:
+) -> Prepared[ModelT]:
     """Makes a plain training loop one worker's of several: model, optimizer and loader of it.
 
         model, optimizer, loader = shardwell.torch.prepare(model, optimizer, loader)
@@ -180,7 +180,7 @@ def prepare(
     return Prepared(model, prepared, shared)
 
 
-class Prepared(NamedTuple):
+class Prepared(NamedTuple, Generic[ModelT]):
     """A model, its optimizer and its loader, as `prepare` returns them.
 
     Examples:
@@ -193,7 +193,7 @@ class Prepared(NamedTuple):
         >>> training.optimizer.close()
     """
 
-    model: Any
+    model: ModelT
     optimizer: Any
     loader: Any
 
@@ -234,11 +234,13 @@ def _keep(
             batches.before_step = functools.partial(_begin_step, weakref.ref(optimizer))
 
 
-def _begin_step(of: weakref.ref[ServerOptimizer]) -> None:
+def _begin_step(of: weakref.ref[ServerOptimizer], has_made_steps: bool) -> None:
     optimizer = of()
     if optimizer is not None and not optimizer.parameter.is_closed:
         optimizer.parameter.note_state()
-        if optimizer.is_leaving:  # behind the whole step, whose state is kept now
+        if (
+            has_made_steps and optimizer.is_leaving
+        ):  # behind the whole step, whose state is kept now
             raise SystemExit(EXIT_CODE)
 
 

@@ -228,8 +228,9 @@ class SharedBatches(Sampler[list[int]]):
         self._last_epoch = 0
         self._broke_off = False
         """True if the last pass that used batches was broken off."""
-        self.before_step: Callable[[], None] = lambda: None
-        """Called where an own iterator is about to fetch the first batch of a step."""
+        self.before_step: Callable[[bool], None] = lambda _: None
+        """Called where an own iterator is about to fetch the first batch of a step; True if steps
+        have been made of others of it."""
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
@@ -368,10 +369,10 @@ class SharedBatches(Sampler[list[int]]):
         one.has_ended, one.is_over = True, one.is_over and not one.drawn
         self._deals().put_back(self._left_by(one))
 
-    def begin_step(self) -> None:
+    def begin_step(self, one: _Pass) -> None:
         """Calls `before_step`, unless the program has a batch of the step already."""
         if not (self._used or any(each.yielded_count for each in self._passes)):
-            self.before_step()
+            self.before_step(one.has_used)
 
     # Using.
 
@@ -471,7 +472,7 @@ class SharedLoader(DataLoader[Any]):
         assert one is not None
         try:
             while True:
-                self._batches.begin_step()
+                self._batches.begin_step(one)
                 data = next(found, _END)
                 if data is _END:
                     break
