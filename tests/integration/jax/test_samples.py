@@ -76,3 +76,31 @@ def test_a_batch_that_is_given_back_is_dealt_again(cluster: Any, connect: Any) -
         net.exchange({"count": jnp.zeros(LENGTH).at[batch.indices].add(-1.0)})
     train(net, epochs=1)
     assert visits(net) == [1.0]
+
+
+def test_a_key_of_random_numbers_is_kept_with_its_step(cluster: Any, connect: Any) -> None:
+    """A program that is lost behind a step, or before one, draws what an undisturbed one draws."""
+
+    def drawn(target: Any, *stops: tuple[int, str]) -> list[float]:
+        found: dict[int, float] = {}
+        for stop in [*stops, (-1, "")]:
+            client = connect(target, "w0")
+            net, facts = tree(client), {"key": jax.random.PRNGKey(1)}
+            net.parameter.keep_state({"facts": facts})
+            for batch in net.batches(SAMPLES, epochs=1):
+                step = net.parameter.next_step
+                facts["key"], key = jax.random.split(facts["key"])
+                value = float(jax.random.uniform(key))
+                assert found.setdefault(step, value) == value
+                if stop == (step, "drawn"):
+                    break
+                net.exchange({"count": jnp.zeros(LENGTH).at[batch.indices].add(-value)})
+                if stop == (step, "given"):
+                    break
+                facts["steps"] = facts.get("steps", 0) + 1
+            if stop[0] >= 0:
+                vanish(client)
+        return [*found.values(), facts["steps"]]
+
+    expected = drawn(cluster(2))
+    assert drawn(cluster(2), (2, "drawn"), (5, "given"), (6, "given"), (9, "drawn")) == expected
