@@ -25,8 +25,8 @@ class LightningCallback(StepProgress, _lightning.Callback):  # type: ignore[misc
     the exit code 143. SIGTERM is Lightning's: it ends `fit`, and the worker leaves with it.
 
     Args:
-        checkpoint: Where rank 0 saves weights and optimizer state of all ServerOptimizers of the
-            module, with `{step}` in its name; default: nowhere.
+        checkpoint: Where rank 0 saves all that the optimizer's client has open, as `Prepared.save`
+            does, with `{step}` in its name; default: nowhere.
         every: Steps of the cluster between two checkpoints; at `max_steps` there is one, too.
         keep: How many checkpoints stay; default: all.
         max_steps: The cluster's step at which training ends, that of the first ServerOptimizer,

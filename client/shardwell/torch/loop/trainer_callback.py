@@ -28,8 +28,8 @@ class TrainerCallback(StepProgress, _transformers.TrainerCallback):  # type: ign
     leave ends its training after the step under way, and then the program, with the exit code 143.
 
     Args:
-        checkpoint: Where rank 0 saves weights and optimizer state, with `{step}` in its name;
-            default: nowhere.
+        checkpoint: Where rank 0 saves all that the optimizer's client has open, as `Prepared.save`
+            does, with `{step}` in its name; default: nowhere.
         every: Steps of the cluster between two checkpoints; at `max_steps` there is one, too.
         keep: How many checkpoints stay; default: all.
         max_steps: The cluster's step at which training ends, after restarts and with elastic
