@@ -291,7 +291,7 @@ class KeptStates:
                 kept.load(found)
         self._capture(kept)
         with contextlib.suppress(LimitError):  # it leaves with the gradient, else
-            self._calls.start(self._send, in_turn=True)
+            self._calls.start(self.send, in_turn=True)
 
     def end(self, timeout_s: float | None) -> None:
         """Keeps the objects as they are behind the last step, unless the next has begun."""
@@ -299,7 +299,7 @@ class KeptStates:
         if kept is not None and kept.captured_step < self._next_step():
             self._capture(kept)
         if kept is not None and kept.pending is not None:
-            self._calls.run(self._send, timeout_s, in_turn=True)
+            self._calls.run(self.send, timeout_s, in_turn=True)
 
     def hand_to(self, other: KeptStates) -> None:
         """Goes on with the objects as they are at the next step of another opening."""
@@ -325,7 +325,7 @@ class KeptStates:
         if kept is not None:
             if kept.captured_step != self._next_step():
                 self._capture(kept)
-            self._send(attempts)
+            self.send(attempts)
 
     def _capture(self, kept: KeptState) -> None:
         handles = [each for each in list(self._shards.handles) if each.may_go_back]
@@ -348,7 +348,8 @@ class KeptStates:
         is_own = answer.worker_id == self._opening.worker_id
         return kept.read(answer.state, int(answer.step), is_own=is_own)
 
-    def _send(self, attempts: Attempts) -> None:
+    def send(self, attempts: Attempts) -> None:
+        """Has shard 0 keep what was captured last; before a gradient of anything leaves."""
         kept = self.kept
         pending = None if kept is None else kept.pending
         if kept is not None and pending is not None:

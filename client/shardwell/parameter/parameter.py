@@ -1033,6 +1033,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         feedback, dealing = self._feedback, self._dealing
         if self._states.kept is not None:
             self._states.send_ahead(attempts)
+        elif self._shards.state_home is not None:
+            self._shards.state_home.send(attempts)
         batches = (batch,) if isinstance(batch, Batch) else tuple(batch)
         if dealing.is_used or batches:
             self.lost_batches = has_values and not dealing.admits(batches)

@@ -253,6 +253,8 @@ class Table(Handle[TableSpec]):
         def put(attempts: Attempts) -> int:
             batch, sums, count = self._checked(ids, gradients, sample_count)
             self._shards.given.add(self._what)
+            if self._shards.state_home is not None:
+                self._shards.state_home.send(attempts)
             return self._steps.put(batch.distinct, sums, count, None, attempts)
 
         return self._calls.run(put, timeout_s, in_turn=True, verb="put_row_gradients")
@@ -306,6 +308,8 @@ class Table(Handle[TableSpec]):
                     self._view.version = int(fetch.version)
 
             self._shards.given.add(self._what)
+            if self._shards.state_home is not None:
+                self._shards.state_home.send(attempts)
             self._steps.put(batch.distinct, sums, count, fetch, attempts, take)
             first = None
             if self._member is not None and self._member.has_joined():
