@@ -1,4 +1,4 @@
-"""What a worker's training has beside the weights: objects whose states the shards keep.
+"""The objects that a worker's training has beside the weights, whose states the shards keep.
 
 A state of step t is what the objects are when t begins: before its batch is drawn, and after all
 that the loop does behind the step before. It leaves ahead of t's gradient. Where the objects are:
@@ -27,6 +27,7 @@ from shardwell.parameter.opening import ParameterOpening
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
+from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.parameter import STATE_SIZE_MAX_BYTES, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.wire.state_tree import ArrayForm, packed, unpacked
@@ -59,11 +60,11 @@ class KeptState:
         """By parameter, and name."""
         self._forms: dict[str, ArrayForm] = {}
         self._read: ReadState | None = None
-        """What was kept, until the first step: objects of other parameters may be in it."""
+        """The state that was kept, until the first step: others' objects may be in it."""
         self.at = at
         self.captured_step = -1
         self.pending: tuple[int, bytes] | None = None
-        """What was captured, until the shards have it."""
+        """The step and bytes that were captured last, until the shards have them."""
 
     def add(self, name: str, objects: Mapping[str, Any], forms: Sequence[ArrayForm]) -> None:
         """Keeps a parameter's objects from now on, in place of others of it."""
@@ -221,7 +222,7 @@ def _load_into(each: Any, state: Any) -> None:
 
 
 class KeptStates:
-    """What one parameter's worker keeps on shard 0. `send_ahead` on a thread of the client's."""
+    """The state that a worker keeps on shard 0. The client's threads call `send_ahead`."""
 
     def __init__(
         self,
@@ -243,6 +244,8 @@ class KeptStates:
         self, objects: Mapping[str, Any], forms: Sequence[ArrayForm], timeout_s: float | None
     ) -> None:
         """Keeps objects, and puts into them what is kept; see `Parameter.keep_state`."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         spec = self._spec
         if spec.mode != "sync" or spec.fragment is not None:
             kind = "asynchronous" if spec.mode != "sync" else "outer"
@@ -295,6 +298,8 @@ class KeptStates:
 
     def end(self, timeout_s: float | None) -> None:
         """Keeps the objects as they are behind the last step, unless the next has begun."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         kept = self.kept
         if kept is not None and kept.captured_step < self._next_step():
             self._capture(kept)

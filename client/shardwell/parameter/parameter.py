@@ -565,7 +565,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 program changes, or a generator. States have numbers, strings, lists, dicts and
                 arrays; one worker's have 1,000,000 bytes in all. They replace those of an earlier
                 call.
-            forms: Of other libraries' arrays in them; `shardwell.torch.prepare` gives torch's.
+            forms: The arrays of other libraries in them; `shardwell.torch.prepare` gives torch's.
             timeout_s: See `Client`.
 
         Raises:

@@ -161,7 +161,7 @@ class Handle(Connected, Closing, Generic[SpecT]):
 
     @property
     def what(self) -> str:
-        """Its kind and name, as "table 'x'"."""
+        """The kind and name, as "table 'x'"."""
         return self._what
 
     @property

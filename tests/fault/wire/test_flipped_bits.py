@@ -397,6 +397,7 @@ class Restored:
 
     size, array_count, version, learning_rate, load_id = SIZE, 2, 3, 0.5, 77
     samples = b""
+    states = ()
 
     def read(self, array_index: int, where: Any) -> np.ndarray:
         return np.full(where.size, 5.0 + array_index, np.float32)

@@ -84,6 +84,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "remove_member": {"worker_id": "none"},
     "members": {"name": "none"},
     "contributions": {"step": 0},
+    "keep_state": {"objects": {}},
     "restore": {"version": 0, "load_id": 1},
     "broadcast": {"root": 0},
     "broadcast_state": {"state": {"weights": np.zeros(2, np.float32)}},

@@ -1,4 +1,4 @@
-"""Goal: batches that were dealt before are taken one at a time, by whoever asks, and once.
+"""Goal: batches that were dealt before are taken one at a time, by any thread, and once.
 
 Method: one worker, which the shards deal many batches at a time; several of its threads take them,
 programs put them back, and clients are closed.

@@ -1,4 +1,4 @@
-"""What `prepare` keeps of a torch program beside the weights: see `Parameter.keep_state`."""
+"""The objects that `prepare` keeps beside the weights: see `Parameter.keep_state`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from shardwell.errors import ArgumentError
 _LOG = logging.getLogger("shardwell")
 _DTYPES = {
     str(dtype): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8),
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
-    )
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
+"""Those whose values are not quantized."""
 _BUFFERS_SIZE_MAX_BYTES = 2**19
 
 
@@ -87,7 +86,7 @@ class Buffers:
             if each is not None and key not in module._non_persistent_buffers_set
         }
         if not any(key.endswith("running_mean") for key in found):
-            return None  # as only batch normalization and its like change them
+            return None  # as only batch and instance normalization change them
         size = sum(each.nbytes for each in found.values())
         if size <= _BUFFERS_SIZE_MAX_BYTES:
             return Buffers(found)
@@ -165,5 +164,5 @@ def _attach(schedule: Any, plain: torch.optim.Optimizer, optimizer: Any) -> None
 
             stepped._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
             optimizer.step = stepped
-    for inner in getattr(schedule, "_schedulers", ()):  # of SequentialLR and its like
+    for inner in getattr(schedule, "_schedulers", ()):  # of a SequentialLR or ChainedScheduler
         _attach(inner, plain, optimizer)

@@ -164,7 +164,7 @@ class EventLog:
 
     @property
     def has_name(self) -> bool:
-        """True unless its file is open, and its path leads to none, or to another one."""
+        """Returns True unless its file is open, and its path leads to none, or to another one."""
         identity = self._identity  # without the lock, which a slow disk may have
         return identity is None or is_at(identity, self.path) or self._identity != identity
 
