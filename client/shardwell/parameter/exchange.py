@@ -216,6 +216,7 @@ class Transfer(StepTransfer[ShardSlice]):
                     first, count = line.part.first_chunk, len(line.part.chunks)
                     held = self.image.held_versions(range(first, first + count))
                     fetch.held_versions.extend(held)
+                    line.held.update((first + at, h - 1) for at, h in enumerate(held) if h)
                 fetch.crc32c = checksum.weights_fetch(self._fetch_context, fetch)
                 _ask(line, request)
             progress = Progress()
@@ -485,7 +486,7 @@ class Transfer(StepTransfer[ShardSlice]):
             gradient.end_of_step = unit == last
             held = None if self.image is None else self.image.held(part.first_chunk + index)
             if held is not None:
-                gradient.held_version = held
+                gradient.held_version = line.held[part.first_chunk + index] = held
             gradient.control_crc32c = checksum.gradient_control(gradient)
             room = None if places is None else places.room(size_of(where.size))
             try:
@@ -592,7 +593,8 @@ class Transfer(StepTransfer[ShardSlice]):
                 version = int(header.version)
                 if self.image is not None:
                     number = part.first_chunk + index
-                    version = self.image.take(number, where, header, payload, values)
+                    known = line.held.get(number)
+                    version = self.image.take(number, where, header, payload, values, known)
                 else:
                     start = checksum.weights(self._weights_context, header.version)
                     self._codec.read(chunk, payload, start, where, values)

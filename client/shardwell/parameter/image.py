@@ -52,9 +52,17 @@ class Image:
         self._versions.clear()
 
     def take(
-        self, number: int, where: Slice, header: images.Weights, payload: Bytes, out: Float32
+        self,
+        number: int,
+        where: Slice,
+        header: images.Weights,
+        payload: Bytes,
+        out: Float32,
+        known: int | None = None,
     ) -> int:
         """Takes a chunk, and fills `out` with it or with a later version that is here.
+
+        `known` is the version that was held when the shard was asked.
 
         Returns the version of `out`. CorruptChunkError: it was damaged, or does not go on from the
         held version; a repeated call has all of it. ArgumentError: another chunk, or no known form.
@@ -73,6 +81,10 @@ class Image:
         if self._is_mean:  # nothing goes on from it
             return version
         with self._locks[number % _LOCK_COUNT]:
+            held = self._versions.get(number)
+            if held is not None and held > version and held != known:  # another call has taken it
+                np.copyto(out, self._values[where.offset : where.stop])
+                return held
             self._versions.pop(number, None)  # until it is whole
             self._values[where.offset : where.stop] = out
             self._versions[number] = version

@@ -73,6 +73,8 @@ class Line(Generic[PartT]):
     is_shared: bool = False
     answers: deque[Answer] = field(default_factory=deque)
     """Answers that came in one message with the last that was read."""
+    held: dict[int, int] = field(default_factory=dict)
+    """The versions of images that it has said are held, by the number of the chunk."""
 
 
 Stretch: TypeAlias = tuple[PartT, int, int]

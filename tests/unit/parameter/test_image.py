@@ -99,7 +99,8 @@ def read(worker: Image, shard: Shard, *, attempts: int = 1) -> tuple[int, np.nda
     out = np.full(SIZE, np.nan, np.float32)
     for attempt in range(attempts):
         try:
-            return worker.take(0, WHERE, *shard.answer(worker.held(0)), out), out
+            known = worker.held(0)
+            return worker.take(0, WHERE, *shard.answer(known), out, known), out
         except CorruptChunkError:
             assert attempt < attempts - 1
     raise AssertionError
@@ -114,7 +115,7 @@ class Reading(RuleBasedStateMachine):
         self.workers = [Image(SPEC, CONTEXT) for _ in range(3)]
         self.on_disk = self.shard.kept()
         self.images = {0: self.shard.image.values.copy()}
-        self.under_way: list[tuple[int, Any, int]] = []
+        self.under_way: list[tuple[int, Any, int, int | None]] = []
         self.past = 0
 
     @rule(seed=st.integers(0, 2**32 - 1), magnitude=st.sampled_from([1e-30, 1.0, 1e30]))
@@ -153,18 +154,18 @@ class Reading(RuleBasedStateMachine):
     @rule(number=st.integers(0, 2))
     def asked(self, number: int) -> None:
         """An answer that comes when others may have."""
-        answer = self.shard.answer(self.workers[number].held(0))
-        self.under_way.append((number, answer, self.shard.version))
+        known = self.workers[number].held(0)
+        self.under_way.append((number, self.shard.answer(known), self.shard.version, known))
 
     @rule(place=st.integers(0, 9))
     def answered(self, place: int) -> None:
         if not self.under_way:
             return
-        number, answer, asked = self.under_way.pop(place % len(self.under_way))
+        number, answer, asked, known = self.under_way.pop(place % len(self.under_way))
         held = self.workers[number].held(0)
         out = np.full(SIZE, np.nan, np.float32)
         try:
-            version = self.workers[number].take(0, WHERE, *answer, out)
+            version = self.workers[number].take(0, WHERE, *answer, out, known)
         except CorruptChunkError:
             assert self.past or held is None
             return
@@ -201,6 +202,20 @@ def test_an_answer_that_others_came_before_adds_what_is_new() -> None:
         answer, _ = answers[place]
         assert worker.take(0, WHERE, *answer, out) == version
         assert out.tobytes() == answers[version - 1][1].tobytes()
+
+
+def test_an_old_image_that_comes_late_takes_no_newer_one_away() -> None:
+    """As of a read that was asked for before a step, and answered after it."""
+    shard, worker = Shard(), Image(SPEC, CONTEXT)
+    late = shard.answer(worker.held(0))
+    shard.update(np.linspace(-1, 1, SIZE, dtype=np.float32))
+    read(worker, shard)
+    known = worker.held(0)
+    shard.update(np.linspace(-2, 1, SIZE, dtype=np.float32))
+    change, out = shard.answer(known), np.empty(SIZE, np.float32)
+    assert worker.take(0, WHERE, *late, out, None) == 1
+    assert worker.take(0, WHERE, *change, out, known) == 2
+    assert out.tobytes() == shard.image.values.tobytes()
 
 
 def test_a_change_that_was_not_committed_is_not_sent() -> None:
