@@ -280,6 +280,7 @@ for epoch in loader.epochs(1):
         with started(running.target, text, stop=stop) as program:
             ended(program)
         lines += [line.split()[1:] for line in program.lines if line.startswith("SCALE")]
+    lines = [list(each) for each in dict.fromkeys(map(tuple, lines))]  # a step is made again
     scales = [(int(attempt), float(scale)) for attempt, scale, _ in lines]
     assert scales == [*enumerate([64.0] * 2 + [32.0] * 4 + [16.0] * 3)]
     counted = [0, 1, 1, 2, 3, 4, 4, 5, 6]
@@ -440,8 +441,8 @@ for epoch in loader.epochs(2):
                 with again:
                     ended(again)
             ended(first)
-        return [
-            [line for each in of for line in each.lines if line.startswith("DRAWN")]
+        return [  # a step that is made again draws the same
+            list(dict.fromkeys(line for each in of for line in each.lines if line[:5] == "DRAWN"))
             for of in ([first], programs)
         ]
 
