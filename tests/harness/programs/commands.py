@@ -160,5 +160,5 @@ def run_command(
     """`shardwell ARGUMENTS` until it ends: exit code, output, log."""
     command = ("-m", "shardwell_server", *arguments)
     with Program(*command, environment=environment, is_forked=True) as program:
-        code = program.end()
+        code = program.end(3 * END_TIMEOUT_S)  # a launch starts programs again
         return code, "\n".join(program.lines), "\n".join(program.log)

@@ -29,6 +29,8 @@ from integration.docs.test_quickstarts import (
     samples_of,
 )
 
+KILLED_COUNT = 5
+"""Workers of the crews of two and three."""
 EPOCH_COUNT = 4
 STEPS_OF_A_CREW = 12
 """After which a crew is saved: the first in the middle of an epoch, the second in a later one."""
@@ -71,9 +73,11 @@ def test_a_checkpoint_goes_on_with_another_crew(
                 saved_step = versions(reader)()
         counted.update(samples_of(reader, range(first_step, saved_step)))
     assert {*counted.values()} == {1}, counted.most_common(8)
-    assert len(counted) == EPOCH_COUNT * LENGTH
     (account,) = (found for each in reader.status()[0].parameters for found in each.samples)
-    assert (account.epoch, account.done_count, account.partial_count) == (EPOCH_COUNT, 0, 0)
+    assert (account.epoch, account.done_count) == (EPOCH_COUNT, 0)
+    # A member that was killed in the middle of sending may have counted in some chunks alone.
+    assert account.partial_count <= KILLED_COUNT
+    assert len(counted) == EPOCH_COUNT * LENGTH or account.partial_count
     found = re.fullmatch(ENDS, last.lines[-1])
     assert found
     assert float(found[1]) >= ACCURACY_MIN
