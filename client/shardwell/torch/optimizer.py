@@ -169,8 +169,6 @@ class ServerOptimizer(Connected, torch.optim.Optimizer):
         """Weight of this worker's next gradients in the mean, such as the number of samples."""
         self.saves_values = False
         """True if `state_dict` has weights and the update rule's arrays, too."""
-        self.keeps_state = False
-        """True if the shards keep what `prepare` was given beside the model."""
         if isinstance(optimizer, Average) or not isinstance(optimizer, Optimizer):
             raise ArgumentError(
                 "optimizer must be an update rule, as shardwell.AdamW(3e-4); got "

@@ -116,7 +116,7 @@ def unpacked(data: bytes, forms: Sequence[ArrayForm] = ()) -> Any:
         found = reader.value(json.loads(data[start:stop]), 0)
         if reader.at != len(data):
             raise ValueError(f"{len(data) - reader.at} bytes too many")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, SyntaxError, RecursionError) as error:
         raise CorruptChunkError(
             f"{len(data)} bytes are no state of a training ({error}); use the version that "
             "wrote them"

@@ -73,23 +73,29 @@ class Rates:
 class Buffers:
     """A model's buffers that its state_dict has, such as the statistics of BatchNorm."""
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._buffers = buffers
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    @property
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The tensors as they are now: a model that moves to a device has others."""
+        return {
+            f"{name}.{key}": each
+            for name, module in self._model.named_modules()
+            for key, each in module._buffers.items()
+            if each is not None and key not in module._non_persistent_buffers_set
+        }
 
     @staticmethod
     def of(model: torch.nn.Module) -> Buffers | None:
         """Returns them if batches change some and all are small; None: they are not kept."""
-        found = {
-            f"{name}.{key}": each
-            for name, module in model.named_modules()
-            for key, each in module._buffers.items()
-            if each is not None and key not in module._non_persistent_buffers_set
-        }
+        buffers = Buffers(model)
+        found = buffers._buffers
         if not any(key.endswith("running_mean") for key in found):
             return None  # as only batch and instance normalization change them
         size = sum(each.nbytes for each in found.values())
         if size <= _BUFFERS_SIZE_MAX_BYTES:
-            return Buffers(found)
+            return buffers
         _LOG.warning(
             "prepare: the model's buffers have %d bytes, and %d are kept for a worker that is "
             "started again: it goes on with those of the first worker; call "
@@ -101,15 +107,16 @@ class Buffers:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the buffers by name."""
-        return dict(self._buffers)
+        return self._buffers
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Writes to the buffers, if they have these names and shapes."""
-        shapes = [{key: each.shape for key, each in of.items()} for of in (state, self._buffers)]
+        buffers = self._buffers
+        shapes = [{key: each.shape for key, each in of.items()} for of in (state, buffers)]
         if shapes[0] != shapes[1]:
             raise ArgumentError("other buffers than the model has")
-        for key, each in self._buffers.items():
+        for key, each in buffers.items():
             each.copy_(state[key])
 
 

@@ -229,7 +229,6 @@ def _keep(
 ) -> None:
     if objects and optimizer.parameter.spec.mode == "sync":
         optimizer.parameter.keep_state(objects, forms=[TensorForm()])
-        optimizer.keeps_state = True
         if batches is not None:
             batches.before_step = functools.partial(_begin_step, weakref.ref(optimizer))
 
@@ -238,9 +237,7 @@ def _begin_step(of: weakref.ref[ServerOptimizer], has_made_steps: bool) -> None:
     optimizer = of()
     if optimizer is not None and not optimizer.parameter.is_closed:
         optimizer.parameter.note_state()
-        if (
-            has_made_steps and optimizer.is_leaving
-        ):  # behind the whole step, whose state is kept now
+        if has_made_steps and optimizer.is_leaving:  # behind the whole step, which is kept
             raise SystemExit(EXIT_CODE)
 
 

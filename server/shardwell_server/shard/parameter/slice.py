@@ -405,12 +405,15 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 )
         elif request.stage != stages.STAGE_PUT:
             raise ArgumentError(f"stage must be one of KeepStateRequest; got {request.stage}")
-        elif request.step > self._tracker.version_max() + 1:
+        elif request.step > (most := self._tracker.version_max() + 1):
             raise ArgumentError(
                 f"a state of step {request.step} of parameter {self.spec.name!r}, which is at step "
                 f"{self._tracker.version_max()}; give it with the gradient of that step",
                 parameter=self.spec.name,
             )
+        else:
+            self.states.put(given, most)
+            return response
         self.states.put(given)
         return response
 

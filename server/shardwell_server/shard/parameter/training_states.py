@@ -63,8 +63,10 @@ class TrainingStates:
         is_fixed = spec.members is None
         self._count_max = _OTHERS_COUNT + (spec.worker_count if is_fixed else 0)
 
-    def put(self, given: Given) -> None:
-        """Keeps a state in place of the worker's older ones.
+    def put(self, given: Given, most: int = STEP_MAX) -> None:
+        """Keeps a state in place of the worker's older ones; `most`: the latest step there can be.
+
+        An older one than the worker's newest is a call that comes late, unless power was lost.
 
         Raises:
             ArgumentError: it can't be one.
@@ -79,7 +81,8 @@ class TrainingStates:
                 parameter=self._spec.name,
             )
         with self._changes.lock:
-            if self._newest.get(given.worker_id) == given:
+            newest = self._newest.get(given.worker_id)
+            if newest == given or (newest and given.step < newest.step <= most):
                 return
             text = base64.b64encode(given.state).decode()
             self._storage.note("states", {**given._asdict(), "state": text})
