@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -72,6 +73,7 @@ from shardwell.threads.spread import thread_count
 from shardwell.transport.arena import same_host_setting
 from shardwell.transport.stream_pool import Connections, IdleStreams
 
+_LOG = logging.getLogger("shardwell")
 TARGET_VARIABLE = "SHARDWELL_SHARDS"
 WORKER_ID_VARIABLE = "SHARDWELL_WORKER_ID"
 _INITIALIZER = Uniform()
@@ -880,8 +882,10 @@ class Client(Connected, Closing):
             return  # what a fork inherited may be locked for good
         for parameter in self._parameters.all() if ends_in_order else ():
             if is_whole or parameter.spec.members is not None:  # a fixed crew makes it again
-                with contextlib.suppress(ShardwellError):  # shards may have ended before
+                try:
                     parameter.end_state(timeout_s=_END_STATE_S)
+                except Exception as error:  # shards may have ended before, and an object may fail
+                    _LOG.warning("what %r keeps was not kept at the end: %s", parameter.name, error)
         self._calls.close()
         self._parameters.close()
         self._tables.close()

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from shardwell.checkpoint.format import Checkpoint
-from shardwell.checkpoint.steps import StepPaths
+from shardwell.checkpoint.steps import StepPaths, inspect_checkpoint
 from shardwell.client import WORKER_ID_VARIABLE, Client, connect
 from shardwell.errors import ArgumentError, WorkersMissingError
 from shardwell.group.launch import known_launcher
@@ -260,7 +260,13 @@ def _resume(client: Client, path: str | os.PathLike[str], name: str, crew: int |
     if _is_there(client, name) or not has_any:
         return
     try:
-        client.restore_checkpoint(path, worker_count=crew)
+        found = inspect_checkpoint(path)
+        names = [each.name for each in found.parameters if each.spec.fragment is None]
+        names = [each for each in [*names, *(each.name for each in found.families)] if each != name]
+        tables = [each.name for each in found.tables]
+        if names or tables:  # before that one, by which others see that all is there
+            client.restore_checkpoint(found.path, names, tables, worker_count=crew)
+        client.restore_checkpoint(found.path, [name], worker_count=crew)
     except ArgumentError:  # another elastic worker was faster
         if crew is not None or not _is_there(client, name):
             raise

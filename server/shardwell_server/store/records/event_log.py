@@ -101,6 +101,9 @@ class EventLog:
         if head == text + crc and (form := _FORMAT.match(head)):
             EVENTS.check(self.path, int(form[1]))
         if not _HEAD_BYTES <= end <= len(data) or head != self._head(end):
+            if is_cut_off:  # power was lost before any of it was on the disk
+                self.begin()
+                return []
             raise self._damaged("its first line")
         texts: list[bytes] = []
         read_end = _HEAD_BYTES

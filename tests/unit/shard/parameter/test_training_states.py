@@ -163,3 +163,24 @@ def test_a_log_that_this_version_can_not_read_is_named(tmp_path: Path, change: A
     storage.note("states", {**event, **change})
     with pytest.raises(StorageError, match="its log of states holds"):
         states_in(tmp_path / "states")
+
+
+def test_power_is_lost_before_the_log_is_on_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "states"
+    states_in(path).put(state("w0", 0))
+    path.write_bytes(bytes(len(path.read_bytes())))
+    with pytest.raises(StorageError, match="its first line was damaged"):
+        states_in(path)
+    found = states_in(path, is_torn=True)
+    assert found.get("w0", 0) is None
+    found.put(state("w0", 1))
+    assert states_in(path).get("w0", 1) == state("w0", 1)
+
+
+def test_a_call_that_comes_late_takes_no_newer_state_away(tmp_path: Path) -> None:
+    states = states_in(tmp_path / "states")
+    for step in (4, 5, 4):
+        states.put(state("w0", step), 6)
+    assert states.get("w0", 6) == state("w0", 5)
+    states.put(state("w0", 2), 3)  # power was lost, and steps with it
+    assert states.get("w0", 3) == state("w0", 2)
