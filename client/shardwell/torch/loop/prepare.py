@@ -264,7 +264,7 @@ def _resume(client: Client, path: str | os.PathLike[str], name: str, crew: int |
         names = [each.name for each in found.parameters if each.spec.fragment is None]
         names = [each for each in [*names, *(each.name for each in found.families)] if each != name]
         tables = [each.name for each in found.tables]
-        if names or tables:  # before that one, by which others see that all is there
+        if names or tables:  # before that one, by which others see that all exists
             client.restore_checkpoint(found.path, names, tables, worker_count=crew)
         client.restore_checkpoint(found.path, [name], worker_count=crew)
     except ArgumentError:  # another elastic worker was faster
