@@ -13,6 +13,11 @@ def channels_of(client: Any) -> Any:
     return client._shards.channels
 
 
+def shards_of(client: Any) -> Any:
+    """The shards as a client sees them."""
+    return client._shards
+
+
 def session_of(client: Any) -> Any:
     """The client's session."""
     return client._shards.session

@@ -265,7 +265,7 @@ class KeptStates:
         if found is not None:
             if found.is_own and not spec.has_open_sets:
                 self._shards.resumed = found.steps
-                for each in list(self._shards.handles):
+                for each in self._shards.handles:
                     each.resume()
             kept.load(found)
             if found.step != self._next_step():
@@ -333,7 +333,7 @@ class KeptStates:
             self.send(attempts)
 
     def _capture(self, kept: KeptState) -> None:
-        handles = [each for each in list(self._shards.handles) if each.may_go_back]
+        handles = [each for each in self._shards.handles if each.may_go_back]
         kept.capture(self._next_step(), {each.what: each.next_step for each in handles})
 
     def _found(

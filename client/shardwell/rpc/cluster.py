@@ -85,8 +85,7 @@ class Shards:
         self.heartbeats = Heartbeats(self.channels)
         self.given: set[str] = set()
         """Parameters and tables, "table 'x'", to which this client has given a gradient."""
-        self.handles: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those that are open."""
+        self._handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.state_home: Any = None
         """The parameter's `KeptStates` that keeps the state of all that this worker trains."""
         self.resumed: Mapping[str, int] = {}
@@ -104,6 +103,16 @@ class Shards:
     def worker_id(self) -> str:
         """The id under which the client contributes; empty before it attends."""
         return self.channels[0].worker_id
+
+    def note_handle(self, handle: Any) -> None:
+        """Counts a parameter or table among the handles, for as long as it is referred to."""
+        self._handles[id(handle)] = handle
+
+    @property
+    def handles(self) -> list[Any]:
+        """Those that are open, while other threads may open more."""
+        found = [each() for each in self._handles.valuerefs()]  # which is one step of C
+        return [each for each in found if each is not None]
 
     now_s = staticmethod(time.monotonic)
 

@@ -49,7 +49,7 @@ class Handle(Connected, Closing, Generic[SpecT]):
             f"connect in the other process, and open the {self.kind} there by its name"
         )
         self._shards = shards
-        shards.handles.add(self)
+        shards.note_handle(self)
         self._opening = opening
         self._what = opening.what
         self._calls = CallScope(shards, timeout_s, self._what, **opening.of)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 import shardwell
+from harness.inside import shards_of
 from harness.polling import eventually
 from harness.threads import together
 
@@ -291,3 +293,35 @@ def test_an_object_that_refuses_its_state_is_named(cluster, connect, caplog) -> 
     again.exchange(np.ones(SIZE))
     assert "has no 'new'" in caplog.text
     assert "has 'counts', 'gone', which this program does not give" in caplog.text
+
+
+class Opened:
+    """A parameter as another thread opens it."""
+
+
+def test_parameters_are_counted_while_other_threads_open_some(cluster, connect) -> None:
+    shards = shards_of(connect(cluster(1), "w0"))
+    held = [Opened() for _ in range(30_000)]
+    is_over = threading.Event()
+
+    def open_them() -> int:
+        try:
+            for each in held:
+                shards.note_handle(each)
+        finally:
+            is_over.set()
+        return len(held)
+
+    def count_them() -> int:
+        while not is_over.is_set():
+            assert all(isinstance(each, Opened) for each in shards.handles)
+        return len(shards.handles)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert together([open_them, count_them, count_them]) == [len(held)] * 3
+    finally:
+        sys.setswitchinterval(interval_s)
+    held.clear()
+    assert not shards.handles
