@@ -306,6 +306,36 @@ def test_an_optimizer_that_cannot_be_prepared_is_refused(cluster, connect) -> No
         shardwell.torch.prepare(model, optimizer, codec="fp32")
 
 
+@pytest.mark.parametrize("asked", ["schedule", "scaler", "state", "resume"])
+@pytest.mark.parametrize("kind", ["async", "a ServerOptimizer of async", "on the workers"])
+def test_what_no_shard_keeps_is_refused_by_name(kind, asked, cluster, connect, tmp_path) -> None:
+    client = connect(cluster(1), "w0")
+    model = net()
+    stays = kind == "on the workers"
+    plain: Any = (torch.optim.Adadelta if stays else torch.optim.SGD)(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {} if stays else {"mode": "async"}
+    given = {
+        "schedule": torch.optim.lr_scheduler.StepLR(plain, 3),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "state": {"rng": torch.default_generator},
+        "resume": tmp_path / "{step}",
+    }[asked]
+    if kind.startswith("a Server"):
+        rule = shardwell.SGD(0.1)
+        plain, options = shardwell.torch.ServerOptimizer(model, client, rule, mode="async"), {}
+        how = {}
+    else:
+        how = {"client": client}
+    if asked == "resume" and kind == "async":
+        _, optimizer, _ = shardwell.torch.prepare(model, plain, resume=given, **how, **options)
+        assert optimizer.next_step == 0, "shards have all of such a training, so it goes on"
+        return
+    with pytest.raises(ValueError, match=rf"{asked}=.*"):
+        shardwell.torch.prepare(model, plain, **{asked: given}, **how, **options)
+    if not kind.startswith("a Server"):
+        assert not any(shard.parameters for shard in client.status()), "nothing was made"
+
+
 def test_whose_worker_it_is(cluster, monkeypatch) -> None:
     """Of a client that `prepare` makes; the end of the program closes it."""
     ends: list[Any] = []

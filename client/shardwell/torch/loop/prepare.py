@@ -108,14 +108,17 @@ def prepare(
             its state with each step, and so they do of the statistics of BatchNorm, and all that
             the next two have: a worker that is started again, and one that goes on from a
             checkpoint, has those of its step; one that comes anew has another one's. See
-            `Parameter.keep_state`. A loop steps it behind the optimizer, as ever.
+            `Parameter.keep_state`. A loop steps it behind the optimizer, as ever. In asynchronous
+            mode, and where the optimizer stays on the workers, these three are refused: leave a
+            schedule out there, and it works as ever.
         scaler: A `torch.amp.GradScaler`.
         state: More objects by name, with `state_dict()` and `load_state_dict()`, dicts, or
             generators: a moving average of small models' weights, `torch.default_generator`, a
             counter. All of it has 1,000,000 bytes at most.
         resume: A checkpoint that `Prepared.save`, a callback or the keeper has made, with `{step}`
             the newest: rank 0 restores it, with what is beside it, into a cluster that has not this
-            training, and all go on there. Where there is none yet, the training begins.
+            training, and all go on there. Where there is none yet, the training begins. Refused
+            where the optimizer stays on the workers.
         options: Options of `ServerOptimizer`: worker_count (default: as many as the launcher has
             started, else 1), members, name, codec and others. And `clip_norm`: the mean gradient of
             all workers is scaled down to this norm, by the shards or, where the optimizer stays
@@ -156,6 +159,15 @@ def prepare(
     samples = None
     if loader is not None:
         samples = samples_of(loader, seed)  # before anything is made on the cluster
+    asked = {"schedule": schedule, "scaler": scaler, "state": state}
+    given = optimizer.parameter.spec.mode if isinstance(optimizer, ServerOptimizer) else None
+    if (given or options.get("mode")) == "async":
+        _refuse(
+            asked,
+            "with mode='async' workers make steps of their own, so shards keep no state of one; "
+            "leave it out, as the object works without, and save it with the program, or train "
+            "with mode='sync'",
+        )
     if isinstance(optimizer, ServerOptimizer):
         if options or client is not None:
             raise ArgumentError(
@@ -170,7 +182,7 @@ def prepare(
                 "of torch, or call client.restore_checkpoint() before"
             )
     else:
-        prepared, stepper = _prepared(model, optimizer, client, options, resume)
+        prepared, stepper = _prepared(model, optimizer, client, options, asked, resume)
     batches = None if samples is None else _batches(stepper, samples, batches_per_step)
     if isinstance(stepper, ServerOptimizer):
         schedules = attached(schedule, optimizer, prepared)
@@ -276,11 +288,18 @@ def _is_there(client: Client, name: str) -> bool:
     return any(each.name == name and each.ready for each in all_rows(client.status()))
 
 
+def _refuse(asked: Mapping[str, Any], why: str) -> None:
+    for name, each in asked.items():
+        if each is not None:
+            raise ArgumentError(f"prepare({name}=): {why}")
+
+
 def _prepared(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     client: Client | None,
     options: dict[str, Any],
+    asked: Mapping[str, Any],
     resume: str | os.PathLike[str] | None,
 ) -> tuple[Any, ServerOptimizer | MeanGradients]:
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -295,6 +314,14 @@ def _prepared(
         raise ArgumentError(
             f"{found}, so it stays on the workers, of which there is a fixed number, with {known} "
             "alone; pass torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop for all other options"
+        )
+    if isinstance(found, str):
+        _refuse(
+            {**asked, "resume": resume},
+            f"{found}, so weights and state stay on the workers, and shards keep nothing beside "
+            "them; leave it out, as the object works without, torch.save() it with model and "
+            "optimizer on rank 0, and load all on each worker before prepare(); or pass "
+            "torch.optim.SGD, Adam, AdamW, Adagrad or RMSprop",
         )
     clip_norm = options.get("clip_norm", 0.0)
     check_number("clip_norm", clip_norm)
