@@ -48,7 +48,7 @@ from shardwell.rpc.shard_status import MemberStatus, ShardStatus, ask_status
 from shardwell.rpc.step_samples import StepSamples, samples_of_step
 from shardwell.specs.checks import NotGiven
 from shardwell.specs.deadlines import check_timeout
-from shardwell.specs.fragments import Fragment
+from shardwell.specs.fragments import Fragment, grouped
 from shardwell.specs.initializers import Initializer, Uniform
 from shardwell.specs.layout import SIZE_MAX, TensorGroup, TensorLayout
 from shardwell.specs.members import Elastic
@@ -752,10 +752,12 @@ class Client(Connected, Closing):
         )
 
     def open_names(self) -> tuple[list[str], list[str]]:
-        """Returns the names of the parameters and of the tables that this client has open."""
-        found = self._parameters.all(), self._tables.all()
-        parameters, tables = ([each.name for each in kind] for kind in found)
-        return parameters, tables
+        """Returns the names of the parameters and of the tables that this client has open.
+
+        A family that has a fragment open is named once, in place of its fragments.
+        """
+        groups = grouped(self._parameters.all())
+        return [*groups.alone, *groups.families], [each.name for each in self._tables.all()]
 
     def restore_checkpoint(
         self,

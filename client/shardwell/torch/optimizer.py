@@ -573,14 +573,27 @@ def save_training(
     keep: int | None = None,
 ) -> Checkpoint:
     """Saves all that a client trains: what optimizers and models have, and what it has open."""
-    client = optimizers[0].client
+    names = [each.parameter.name for each in optimizers]
+    models = [each._model.model for each in optimizers]
+    return save_open(optimizers[0].client, path, names, models, keep=keep)
+
+
+def save_open(
+    client: Client,
+    path: str | os.PathLike[str],
+    names: Iterable[str],
+    models: Iterable[torch.nn.Module],
+    *,
+    keep: int | None = None,
+) -> Checkpoint:
+    """Saves what a client has open, parameters of more names, what is beside them, and tables."""
     opened, tables = client.open_names()
-    own = {*opened, *(each.parameter.name for each in optimizers)}
+    own = {*opened, *names}
     beside = re.compile(rf"(?:{'|'.join(map(re.escape, own))})\.(?:first|frozen(?:\.[0-9]+)?)")
     known = [each.name for each in all_rows(client.status()) if each.ready]
-    names = [name for name in known if name in own or beside.fullmatch(name)]
-    tables += [module.table.name for each in optimizers for module in _tables(each._model.model)]
-    return client.save_checkpoint(path, names, list(dict.fromkeys(tables)), keep=keep)
+    found = [name for name in known if name in own or beside.fullmatch(name)]
+    tables += [module.table.name for each in models for module in _tables(each)]
+    return client.save_checkpoint(path, found, list(dict.fromkeys(tables)), keep=keep)
 
 
 def _tables(model: torch.nn.Module) -> list[TableModule]:

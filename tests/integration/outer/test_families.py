@@ -321,3 +321,10 @@ def test_learners_of_a_fixed_crew_are_not_sent_away(cluster: Any, connect: Any) 
     begin(connect(running, "w0"))
     with pytest.raises(shardwell.ArgumentError, match="family 'net' has 1 worker"):
         connect(running, "ops").remove_member("w0", "net")
+
+
+def test_a_client_names_its_families_and_not_their_fragments(cluster: Any, connect: Any) -> None:
+    client = connect(cluster(2), "w0")
+    begin(client)
+    client.table("rows", row_count=4, dim=2, optimizer=shardwell.SGD(1.0))
+    assert client.open_names() == (["plain", "net"], ["rows"])

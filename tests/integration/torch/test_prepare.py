@@ -424,3 +424,16 @@ optimizer.step()
         assert started.end() == code, started.log[-5:]
     found = connect(running, "reader").status()[0].parameters
     assert {each.spec.name: each.done_worker_ids for each in found}["ended"] == done
+
+
+def test_what_is_saved_has_the_outer_families_of_its_client(cluster, connect, tmp_path) -> None:
+    client = connect(cluster(2), "w0")
+    model, fast = torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    training = shardwell.torch.prepare(model, plain, client=client, name="sync")
+    inner = torch.optim.SGD(fast.parameters(), 0.1)
+    with shardwell.torch.DiLoCo(fast, inner, client, name="slow", sync_every=4, fragments=1):
+        saved = training.save(tmp_path / "saved")
+    assert [each.name for each in saved.families] == ["slow"]
+    found = connect(cluster(3), "w0").restore_checkpoint(tmp_path / "saved")
+    assert {"sync", "slow.fragment-0"} <= {each.name for each in found.parameters}
