@@ -38,8 +38,8 @@ class Limits:
     stored_bytes_max: int = 2**40
     """Bytes of weights, sums and optimizer state of parameters, and with int8 of their images and
     the last three changes of these; the same, and keys, counts and checks, of rows for which there
-    is room; and, where there is a data directory, of the undo file that each table has, 8 MiB or
-    less.
+    is room; of the states that workers keep beside the weights; and, where there is a data
+    directory, of the undo file that each table has, 8 MiB or less.
 
     Not counted, so set it below the machine's memory, and with a data directory below the disk's
     size: in memory, tables' indexes (4 bytes for each row that there can be here up to 2^26 of

@@ -407,6 +407,10 @@ class Crew(ABC, Generic[SeatT]):
     def seats(self) -> list[SeatT]:
         return list(self._seats.values())  # others may join meanwhile
 
+    def seated_worker_ids(self) -> set[str]:
+        """Returns the workers with seats whose tenures are not over. Any thread may call it."""
+        return {seat.worker_id for seat in self.seats if not seat.is_over}
+
     def find(self, worker_id: str) -> SeatT | None:
         return self._seats.get(worker_id)
 

@@ -531,7 +531,7 @@ class Parameters(Registry[ParameterSpec, Layout, ParameterStorage, ParameterSlic
     def _made(
         self, spec: ParameterSpec, storage: ParameterStorage, stored: OwnedBytes
     ) -> ParameterSlice:
-        return ParameterSlice(spec, storage, self._shared)
+        return ParameterSlice(spec, storage, stored, self._shared)
 
 
 class Tables(Registry[TableSpec, TableLayout, TableStorage, TableSlice]):

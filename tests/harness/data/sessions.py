@@ -14,6 +14,7 @@ from shardwell.specs.parameter import ModeName
 from shardwell.specs.table import TableSpec
 from shardwell_server.config import ShardConfig
 from shardwell_server.shard.crews import Contributor, Event, Tracker
+from shardwell_server.shard.quotas import ByteBudget, OwnedBytes, Usage
 from shardwell_server.shard.sessions import Sessions
 from shardwell_server.shard.slice import SharedParts
 from shardwell_server.shard.step_tracker import StepTracker
@@ -79,6 +80,11 @@ def shared_parts(config: ShardConfig | None = None, **parts: Any) -> SharedParts
     config = config or ShardConfig(shard_index=0, shard_count=1)
     alive: Any = AllAlive()
     return SharedParts(config=config, sessions=alive, spans=Spans(), **parts)
+
+
+def stored_bytes(limit_bytes: int = 2**40) -> OwnedBytes:
+    """The bytes of a parameter or table whose owner has no quota."""
+    return OwnedBytes(ByteBudget(limit_bytes), Usage(""))
 
 
 def step_tracker(

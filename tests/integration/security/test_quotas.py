@@ -62,6 +62,46 @@ def test_how_many_it_may_make(cluster, connect, tokens, kind) -> None:
     assert usage_of(running)[kind] == 3
 
 
+def test_states_under_any_number_of_names_are_bounded(cluster, connect, tokens, tmp_path) -> None:
+    """Of a token with a quota by that, of one without by the number of workers, and 16 more."""
+    running = cluster(1, tokens=tokens.path, data_dir=tmp_path / "data")
+    quota = {"stored_bytes": 5_000_000}
+    for name, limit in (("ci", quota), ("free", {})):
+        client = connect(running, name, token_file=tokens.add(name, "create", quota=limit))
+        net = client.parameter(name, size=8, optimizer=SGD)
+        net.init(np.zeros(8))
+        before = usage_of(running, name)["stored_bytes"]
+        channel = channels_of(client)[0]
+
+        def keep(worker_id: str, name: str = name, channel: Any = channel) -> None:
+            request = pb.KeepStateRequest(
+                shard=channel.identity,
+                parameter=name,
+                stage=pb.KeepStateRequest.STAGE_PUT,
+                worker_id=worker_id,
+                state=bytes(10**6),
+            )
+            channel.call("KeepState", request, pb.KeepStateResponse, timeout_s=PATIENCE_S)
+
+        if limit:
+            for index in range(4):
+                keep(f"any-{index}")
+            with pytest.raises(shardwell.LimitError, match="'ci' is at its limit stored_bytes"):
+                keep("any-4")
+            keep("any-3")  # it is there, and is safe to repeat
+            assert usage_of(running, name)["stored_bytes"] == before + 4 * 10**6
+        else:
+            for index in range(40):
+                keep(f"any-{index}")
+            assert usage_of(running, name)["stored_bytes"] == before + 17 * 10**6
+        counted = usage_of(running, name)["stored_bytes"]
+    running.close()
+    running = cluster(1, tokens=tokens.path, data_dir=tmp_path / "data")
+    assert usage_of(running, "free")["stored_bytes"] == counted, "also after a restart"
+    connect(running, "last", token_file=tokens.add("admin", "admin")).delete("free")
+    assert "stored_bytes" not in usage_of(running, "free")
+
+
 def test_bytes_that_it_may_store(cluster, connect, tokens) -> None:
     """Parameters at once, tables as rows come; what is refused is not counted."""
     running = cluster(1, tokens=tokens.path)

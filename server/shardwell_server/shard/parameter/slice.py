@@ -46,6 +46,7 @@ from shardwell_server.shard.parameter.steps import (
     StepsByNorm,
 )
 from shardwell_server.shard.parameter.training_states import Given, Held
+from shardwell_server.shard.quotas import OwnedBytes
 from shardwell_server.shard.sessions import Attendance
 from shardwell_server.shard.slice import ShardSlice, SharedParts
 from shardwell_server.shard.step_tracker import Decision, ParameterSeat
@@ -62,8 +63,14 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
 
     kind = "parameter"
 
-    def __init__(self, spec: ParameterSpec, storage: ParameterStorage, shared: SharedParts) -> None:
-        state = ParameterState(spec, storage, shared)
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        storage: ParameterStorage,
+        stored_bytes: OwnedBytes,
+        shared: SharedParts,
+    ) -> None:
+        state = ParameterState(spec, storage, stored_bytes, shared)
         super().__init__(spec.name, state, shared)
         self.spec: ParameterSpec = spec
         self.storage: ParameterStorage = storage

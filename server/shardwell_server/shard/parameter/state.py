@@ -14,6 +14,7 @@ from shardwell_server.shard.parameter.register import Register
 from shardwell_server.shard.parameter.samples import Samples
 from shardwell_server.shard.parameter.snapshot import Snapshots
 from shardwell_server.shard.parameter.training_states import TrainingStates
+from shardwell_server.shard.quotas import OwnedBytes
 from shardwell_server.shard.slice import SharedParts, SliceState
 from shardwell_server.shard.step_times import StepTimes
 from shardwell_server.shard.step_tracker import ParameterSeat, StepTracker
@@ -23,7 +24,13 @@ from shardwell_server.store.contract import ParameterStorage
 class ParameterState(SliceState[ParameterSeat]):
     """A chunk's lock guards the chunk; the register's, which is taken first, all that is rare."""
 
-    def __init__(self, spec: ParameterSpec, storage: ParameterStorage, shared: SharedParts) -> None:
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        storage: ParameterStorage,
+        stored_bytes: OwnedBytes,
+        shared: SharedParts,
+    ) -> None:
         config, limits = shared.config, shared.config.limits
         self.spec = spec
         self.storage: ParameterStorage = storage
@@ -58,7 +65,9 @@ class ParameterState(SliceState[ParameterSeat]):
             has_first_chunk=config.shard_index == 0 and size > 0,
             is_whole=size == spec.size,
         )
-        self.states = TrainingStates(spec, storage)
+        self.states = TrainingStates(
+            spec, storage, stored_bytes, self.tracker.crew.seated_worker_ids
+        )
         self.snapshots = Snapshots(
             spec,
             self.chunks,

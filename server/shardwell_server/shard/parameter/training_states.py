@@ -9,10 +9,11 @@ state of t, or that of t - 1 if it was killed before it gave t's: it makes t - 1
     newest t                    given, of a later step u               newest u, before t
     newest t                    given again, of t                      newest t, with other bytes
     newest t, before s          power was lost, and steps from s on    asked for step s: s
-    any                         others are newer, and there are many   none
+    any                         others are newer, and there are many   none; seated workers last
 
 Snapshots of version V have of each worker the newest that is at most of V, while they are held.
-Invariant: an entry of t is in the log before any gradient of its worker counts in t.
+Invariants: an entry of t is in the log before any gradient of its worker counts in t. There are as
+many entries as `_count_max`, whatever ids clients give, and the bytes of all are in the quota.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from shardwell.errors import ArgumentError, StorageError
@@ -28,6 +29,7 @@ from shardwell.numerics.arguments import check_integer
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import STATE_SIZE_MAX_BYTES, STEP_MAX, ParameterSpec
 from shardwell_server.shard.deadline import Changes, RequestDeadline
+from shardwell_server.shard.quotas import OwnedBytes
 from shardwell_server.store.contract import Event, ParameterStorage
 
 _OTHERS_COUNT = 16
@@ -53,9 +55,19 @@ class Held:
 class TrainingStates:
     """The states of one parameter. Any thread may call it."""
 
-    def __init__(self, spec: ParameterSpec, storage: ParameterStorage) -> None:
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        storage: ParameterStorage,
+        stored_bytes: OwnedBytes,
+        seated_worker_ids: Callable[[], Collection[str]],
+    ) -> None:
         self._spec = spec
         self._storage = storage
+        self._stored_bytes = stored_bytes
+        self._counted_bytes = 0
+        """The part of them that is in `stored_bytes`."""
+        self._seated_worker_ids = seated_worker_ids
         self._changes = Changes()
         self._newest: dict[str, Given] = {}
         self._before: dict[str, Given] = {}
@@ -70,6 +82,7 @@ class TrainingStates:
 
         Raises:
             ArgumentError: it can't be one.
+            LimitError: the shard, or the owner of the parameter, has no room for so many bytes.
             StorageError: it can't be written.
         """
         check_name("worker_id", given.worker_id)
@@ -85,13 +98,36 @@ class TrainingStates:
             if newest == given or (newest and given.step < newest.step <= most):
                 return
             text = base64.b64encode(given.state).decode()
-            self._storage.note("states", {**given._asdict(), "state": text})
+            with self._room(len(given.state)):
+                self._storage.note("states", {**given._asdict(), "state": text})
             self._take(given)
+            self._count_bytes()
             self._storage.compact_notes("states", self._events)
             for held in self._held:
                 if given.step <= held.version:
                     held.by_worker[given.worker_id] = given
             self._changes.notify_all()
+
+    @contextlib.contextmanager
+    def _room(self, size_bytes: int) -> Iterator[None]:
+        self._stored_bytes.take(
+            size_bytes,
+            f"a state of the training of parameter {self._spec.name!r} needs {{}} bytes here",
+            "keep less with keep_state(), or raise it",
+            parameter=self._spec.name,
+        )
+        try:
+            yield
+        except BaseException:
+            self._stored_bytes.add(-size_bytes)
+            raise
+        self._counted_bytes += size_bytes
+
+    def _count_bytes(self) -> None:
+        kept = (*self._newest.values(), *self._before.values())
+        size_bytes = sum(len(each.state) for each in kept)
+        self._stored_bytes.add(size_bytes - self._counted_bytes)
+        self._counted_bytes = size_bytes
 
     def _take(self, given: Given) -> None:
         newest = self._newest.pop(given.worker_id, None)
@@ -99,9 +135,11 @@ class TrainingStates:
             self._before[given.worker_id] = newest
         self._newest[given.worker_id] = given
         if len(self._newest) > self._count_max:
-            oldest = min(self._newest.values(), key=lambda each: each.step).worker_id
-            del self._newest[oldest]
-            self._before.pop(oldest, None)
+            seated = self._seated_worker_ids()
+            in_turn = reversed(self._newest.values())  # of one step the last: ranks come in order
+            first = min(in_turn, key=lambda each: (each.worker_id in seated, each.step))
+            del self._newest[first.worker_id]
+            self._before.pop(first.worker_id, None)
 
     def get(self, worker_id: str, step: int) -> Given | None:
         """Returns the state that a worker at `step` goes on with; None: there is none at all."""
@@ -169,6 +207,7 @@ class TrainingStates:
                     "restore a copy",
                     parameter=self._spec.name,
                 ) from None
+        self._count_bytes()
 
 
 def _read(event: dict[str, Any]) -> Given:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.data.sessions import contributor, enter, session_of, shared_parts
+from harness.data.sessions import contributor, enter, session_of, shared_parts, stored_bytes
 from shardwell import SGD, Adagrad, Adam, AdamW, Average, Optimizer, ParameterSpec, RMSProp
 from shardwell.errors import (
     DeadlineError,
@@ -71,7 +71,7 @@ def slice_of(
         )
     )
     config = None if size else ShardConfig(shard_index=1, shard_count=2)
-    made = ParameterSlice(spec, storage, shared_parts(config))
+    made = ParameterSlice(spec, storage, stored_bytes(), shared_parts(config))
     if not isinstance(optimizer, Average):
         made.loading.finish(made.loading.claim("w0", deadline()).epoch)
     return made
@@ -183,6 +183,7 @@ def test_nothing_is_taken_before_the_first_weights() -> None:
         MemoryStore().create(
             Layout(name="p", slice_size=4, chunk_element_count=16, with_sum=False)
         ),
+        stored_bytes(),
         shared_parts(),
     )
     with pytest.raises(NotInitializedError, match="init"):
@@ -206,6 +207,7 @@ def test_weights_that_stand_elsewhere_are_confirmed() -> None:
         MemoryStore().create(
             Layout(name="p", slice_size=4, chunk_element_count=16, with_sum=False)
         ),
+        stored_bytes(),
         shared_parts(ShardConfig(shard_index=1, shard_count=2)),
     )
     with pytest.raises(OtherIncarnationError, match="epoch 1 is refused"):
@@ -261,6 +263,7 @@ def make(
     made = ParameterSlice(
         spec,
         MemoryStore().create(layout),
+        stored_bytes(),
         shared_parts(
             ShardConfig(shard_index=0, shard_count=1, limits=Limits(snapshot_count_max=2)),
             spool_dir=spool_dir,

@@ -6,6 +6,7 @@ Method: any story of puts, snapshots, restarts and losses of power, beside a mod
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwell
-from shardwell.errors import ArgumentError, StorageError
+from harness.data.sessions import stored_bytes
+from shardwell.errors import ArgumentError, LimitError, StorageError
 from shardwell.specs.members import Elastic
 from shardwell.specs.parameter import STATE_SIZE_MAX_BYTES, ParameterSpec
 from shardwell_server.shard.deadline import NotYet, RequestDeadline
 from shardwell_server.shard.parameter.training_states import Given, TrainingStates
+from shardwell_server.shard.quotas import OwnedBytes
 from shardwell_server.store.records.event_log import EventLog
 
 NAMES = ("w0", "w1", "w2")
@@ -46,12 +49,19 @@ class Storage:
             self.log.compact(events())
 
 
-def states_in(path: Path, *, is_torn: bool = False, is_elastic: bool = False) -> TrainingStates:
+def states_in(
+    path: Path,
+    *,
+    is_torn: bool = False,
+    is_elastic: bool = False,
+    stored: OwnedBytes | None = None,
+    seated: Collection[str] = (),
+) -> TrainingStates:
     storage: Any = Storage(path)
     storage.is_torn = is_torn
     crew = {"worker_count": 64, "members": Elastic()} if is_elastic else {"worker_count": 3}
     spec = ParameterSpec(name="net", size=4, optimizer=shardwell.SGD(0.1), **crew)
-    found = TrainingStates(spec, storage)
+    found = TrainingStates(spec, storage, stored or stored_bytes(), lambda: seated)
     found.restore()
     return found
 
@@ -114,6 +124,41 @@ def test_states_of_many_members_do_not_grow(tmp_path: Path) -> None:
         assert found.get("new", 99) == state("w99", 99)
         with found.held(99) as held:
             assert len(held.by_worker) == 16
+
+
+def test_seated_workers_keep_theirs_whatever_ids_others_give(tmp_path: Path) -> None:
+    states = states_in(tmp_path / "states", seated={"w0", "w1"})
+    for name in ("w0", "w1"):
+        states.put(state(name, 4))
+    for index in range(100):
+        states.put(state(f"other{index}", 5))
+    for found in (states, states_in(tmp_path / "states", seated={"w0", "w1"})):
+        assert [found.get(name, 4) for name in ("w0", "w1")] == [state("w0", 4), state("w1", 4)]
+        with found.held(5) as held:
+            assert len(held.by_worker) == 16 + 3
+
+
+def test_a_checkpoint_of_many_ranks_gives_a_small_crew_the_first_of_them(tmp_path: Path) -> None:
+    states = states_in(tmp_path / "states")
+    for rank in range(40):
+        states.put(state(f"w{rank:02}", 7))
+    assert [states.get(f"w{rank:02}", 7) for rank in range(3)] == [
+        state(f"w{rank:02}", 7) for rank in range(3)
+    ]
+
+
+def test_bytes_count_as_long_as_they_are_kept(tmp_path: Path) -> None:
+    path, stored = tmp_path / "states", stored_bytes(3000)
+    states = states_in(path, stored=stored)
+    for step in range(9):
+        states.put(Given("w0", step, bytes(1000)))
+        assert stored.count == min(1 + step, 2) * 1000
+    with pytest.raises(LimitError, match=r"stored_bytes_max=3000: a state .* needs 1001 bytes"):
+        states.put(Given("w0", 9, bytes(1001)))
+    assert states.get("w0", 9) == Given("w0", 8, bytes(1000))
+    again = stored_bytes(10)
+    states_in(path, stored=again)
+    assert again.count == 2000, "what is there counts, whatever the limit is"
 
 
 def test_a_snapshot_waits_for_those_on_their_way(tmp_path: Path) -> None:
