@@ -198,6 +198,7 @@ class Client(Connected, Closing):
         """Bytes moved so far."""
         self._timeout_s = timeout_s
         self._shards = shards
+        shards.launched_rank = _launched_rank
         self._calls = CallScope(self._shards, timeout_s, "the client")
         self._at_step: dict[int, weakref.WeakSet[Handle[Any]]] = {}
         """Parameters and tables that came to be open at a step and are given none since."""
@@ -1012,3 +1013,13 @@ class _Opened(Generic[OpenT]):
     def _open(self, name: str) -> OpenT | None:
         found = self._objects.get(name)
         return None if found is None or found.is_closed else found
+
+
+def _launched_rank(worker_count: int) -> int | None:
+    from shardwell.group.launch import known_launcher
+
+    with contextlib.suppress(ArgumentError):  # an MPI's that is not read
+        launcher = known_launcher(os.environ)
+        if launcher is not None and launcher.size == worker_count:
+            return launcher.rank
+    return None

@@ -37,6 +37,7 @@ from shardwell.numerics.permutation import Int64, samples_at
 from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.placement.ranges import NumberRanges, between, flat, paired, size_of, united
+from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.samples import POSITION_MAX, Samples
@@ -106,12 +107,13 @@ class Dealing:
     def __init__(
         self,
         opening: ParameterOpening,
-        channels: Sequence[ShardChannel],
+        shards: Shards,
         member: Member | None,
         next_step: Callable[[], int],
     ) -> None:
         self._opening = opening
-        self._channels = channels
+        self._channels = shards.channels
+        self._launched_rank = shards.launched_rank
         self._member = member
         self._next_step = next_step
         self._lock = threading.Lock()
@@ -238,6 +240,7 @@ class Dealing:
             limit=limit,
             step=self._next_step(),
             ranges=flat(self._held_of(samples.name)),
+            rank=self._launched_rank(self._opening.spec.worker_count),
         )
         answer = self._call(self._channels[0], request, attempts)
         self.out_count, self.free_count = answer.out_count, answer.free_count

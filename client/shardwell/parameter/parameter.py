@@ -107,7 +107,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._feedback = Feedback(spec.size, codec)
         this = weakref.ref(self)  # so that a closed parameter's arrays are free at once
         next_step = partial(_next_step_of, this)
-        self._dealing = Dealing(opening, shards.channels, self._member, next_step)
+        self._dealing = Dealing(opening, shards, self._member, next_step)
         self.late = late
         self.outcome: Outcome | None = None
         """What the shards counted of this worker's last gradient; None: it gave none."""

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,6 +90,8 @@ class Shards:
         """The parameter's `KeptStates` that keeps the state of all that this worker trains."""
         self.resumed: Mapping[str, int] = {}
         """The steps at which a kept state has them, as this worker goes on with it."""
+        self.launched_rank: Callable[[int], int | None] = lambda worker_count: None
+        """This worker's rank of so many, where a launcher has set it."""
         self.threads = threads
         self._number = next(_NUMBERS)
         with _MADE_LOCK:

@@ -203,6 +203,9 @@ def account_with(**changes: Any) -> bytes:
         {"partial": [["../w", 0, [[0, 1]]]]},
         {"partial_count": -1},
         {"left_out": None},
+        {"ranks": 7},
+        {"ranks": {"w": -1}},
+        {"ranks": {"../w": 0}},
     ],
     ids=str,
 )

@@ -19,6 +19,7 @@ g // length, in that epoch's order. States of a position (docs/adr/0042-samples.
 
 Elastic members lease positions. Workers of a fixed crew are dealt by a plan, which says for each
 rank a sequence of its own: as much for each rank, and the same whenever a worker is started again.
+A rank is its launcher's, or the place of its seat, and a checkpoint has it by worker id.
 
 Invariants:
   - A position is in one state; `done` never shrinks, but where a checkpoint is loaded.
@@ -29,7 +30,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -48,6 +49,8 @@ from shardwell.placement.ranges import (
 )
 from shardwell.specs.samples import POSITION_MAX
 
+RANK_COUNT_MAX = 1024
+"""Workers whose ranks a checkpoint has; of larger crews none."""
 STEP_COUNT_MAX = 1024
 """Closed steps whose samples are known."""
 _PARTIAL_COUNT_MAX = 256
@@ -210,6 +213,10 @@ class Ledger:
         self.plans: list[Plan] = []
         self.returned: NumberRanges = ()
         """Positions of plans that were given back: the next plan has them."""
+        self.ranks: dict[str, int] = {}
+        """Of each worker of a fixed crew that was dealt anything: its place in plans."""
+        self._former_ranks: dict[str, int] = {}
+        """Those that a checkpoint had."""
         self._returned_by: dict[str, tuple[int, NumberRanges]] = {}
         """Of each worker of a fixed crew: the last step in which it gave any back, and these."""
         self.partial: list[Partial] = []
@@ -375,6 +382,28 @@ class Ledger:
                 )
             if not self._begin_plan(way, limit):
                 return []
+
+    def rank_of(self, worker_id: str, wanted: Sequence[int], rank_count: int) -> int:
+        """Returns the rank in plans that a worker of a fixed crew has, and keeps.
+
+        It is the one of a checkpoint, or the first of the `wanted` ones, that no other worker has.
+        """
+        rank = self.ranks.get(worker_id)
+        if rank is None:
+            former = self._former_ranks.get(worker_id, rank_count)
+            taken = set(self.ranks.values())
+            asked = (each for each in (former, *wanted) if each < rank_count)
+            free = (each for each in (*asked, *range(rank_count)) if each not in taken)
+            rank = next(free, None)
+            if rank is None:
+                raise ArgumentError(
+                    f"samples {self.data.name!r} are dealt to {rank_count} workers already: "
+                    f"{', '.join(sorted(self.ranks))}; worker {worker_id!r} is none of them",
+                    worker_id=worker_id,
+                )
+            self._note("rank", worker_id=worker_id, rank=rank)
+            self.ranks[worker_id] = rank
+        return rank
 
     @property
     def _cursor(self) -> int:
@@ -556,6 +585,7 @@ class Ledger:
 
     def state(self, done: NumberRanges) -> Event:
         """Returns the part that a checkpoint has."""
+        ranks = {**self._former_ranks, **self.ranks}
         return {
             "length": self.data.length,
             "seed": self.data.seed,
@@ -564,6 +594,7 @@ class Ledger:
             "partial": self.partial,
             "partial_count": self.partial_count,
             "left_out": self.left_out_count,
+            "ranks": ranks if len(ranks) <= RANK_COUNT_MAX else {},
         }
 
     def events(self) -> Iterator[Event]:
@@ -572,6 +603,8 @@ class Ledger:
         closed = [each for found in self.steps.values() for each in found][-_KEPT_COUNT:]
         before = without(self.done, united(*(each.ranges for each in closed)))
         yield {"kind": "state", **name, **self.state(before)}
+        for worker_id, rank in self.ranks.items():
+            yield {"kind": "rank", **name, "worker_id": worker_id, "rank": rank}
         for plan in self.plans:
             yield {"kind": "plan", **name, "is_anew": False, **plan.facts()}
         for counted in (*closed, *self.open):
@@ -602,6 +635,9 @@ class Ledger:
                 self.partial = [Partial(w, s, united(r)) for w, s, r in event["partial"]]
                 self.partial_count = event["partial_count"]
                 self.left_out_count = event["left_out"]
+                self._former_ranks = event.get("ranks", {})
+            case "rank":
+                self.ranks[holder.worker_id] = event["rank"]
             case "counted":
                 self.count(Counted(event["step"], event["order"], holder, ranges))
             case "last":

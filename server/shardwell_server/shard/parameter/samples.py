@@ -32,11 +32,12 @@ from shardwell.errors import ArgumentError, LimitError, StepOrderError, StorageE
 from shardwell.numerics.arguments import check_integer
 from shardwell.placement.ranges import NumberRanges, flat, paired, united
 from shardwell.specs.names import check_name
-from shardwell.specs.parameter import STEP_MAX, ParameterSpec
+from shardwell.specs.parameter import STEP_MAX, WORKER_COUNT_MAX, ParameterSpec
 from shardwell.specs.samples import BATCH_SIZE_MAX, LENGTH_MAX, POSITION_MAX
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell_server.shard.parameter.ledger import (
+    RANK_COUNT_MAX,
     STEP_COUNT_MAX,
     Counted,
     Dataset,
@@ -191,7 +192,8 @@ class Samples:
     ) -> Any:
         """Deals batches to a worker; chunk 0's lock is held.
 
-        `living` are the connected workers, by their sessions.
+        `rank` is the place of its seat, of so many; `living` are the connected workers, by their
+        sessions.
         """
         data = _dataset(request.dataset)
         check_integer("batch_size", request.batch_size, 1, BATCH_SIZE_MAX)
@@ -230,6 +232,8 @@ class Samples:
                     ledger.begin_again(holder.worker_id, request.step)
                 again = ledger.counted_by(holder.worker_id, request.step)
                 response.again.ranges.extend(flat(again))
+                wanted = [request.rank, rank[0]] if request.HasField("rank") else [rank[0]]
+                own_rank = ledger.rank_of(holder.worker_id, wanted, rank[1])
                 way = Way(rank[1], request.batch_size, request.drop_last)
                 own = [each for each, name in living.items() if name == holder.worker_id]
                 ways = {of: had for of, had in self._ways.items() if of[1] in living}
@@ -237,7 +241,7 @@ class Samples:
                     had for of, had in ways.items() if of[0] == data.name and of[1] not in own
                 ]
                 batches = ledger.planned(
-                    rank[0],
+                    own_rank,
                     way,
                     request.batch_count,
                     limit,
@@ -532,6 +536,9 @@ def _checked_state(name: str, state: dict[str, Any]) -> Event:
     """Returns a dataset's part of a checkpoint's account, of which nothing is believed."""
     if not isinstance(state["shuffles"], bool):
         raise TypeError("shuffles must be true or false")
+    ranks = state.get("ranks", {})
+    if not isinstance(ranks, dict) or len(ranks) > RANK_COUNT_MAX:
+        raise TypeError(f"ranks must be at most {RANK_COUNT_MAX}, by worker id")
     return {
         "data": check_name("dataset", name),
         "length": check_integer("length", state["length"], 1, LENGTH_MAX),
@@ -548,6 +555,10 @@ def _checked_state(name: str, state: dict[str, Any]) -> Event:
         ],
         "partial_count": check_integer("partial_count", state["partial_count"], 0, POSITION_MAX),
         "left_out": check_integer("left_out", state["left_out"], 0, POSITION_MAX),
+        "ranks": {
+            check_name("worker_id", worker_id): check_integer("rank", rank, 0, WORKER_COUNT_MAX)
+            for worker_id, rank in ranks.items()
+        },
     }
 
 

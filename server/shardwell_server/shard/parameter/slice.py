@@ -343,6 +343,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         with self._register.lock:
             rank = self._crew.rank_of(worker_id)
             living = {number: name for name, number, _ in self._crew.living()}
+            has_seat = self._crew.find(worker_id) is not None
             is_member = self._crew.member(worker_id, tenure) is not None
         response = pb.DealSamplesResponse()
         with self._chunks[0].changed.lock:
@@ -354,6 +355,11 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                         raise StepOrderError(
                             f"worker {worker_id!r} asks for samples in a tenure that is over; join "
                             "anew",
+                            worker_id=worker_id,
+                        )
+                    if self.spec.members is None and not has_seat:
+                        raise StepOrderError(
+                            f"worker {worker_id!r} asks for samples without a seat; take it before",
                             worker_id=worker_id,
                         )
                     response = self.samples.deal(request, rank, living)
