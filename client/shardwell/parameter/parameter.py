@@ -522,8 +522,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             def end(attempts: Attempts) -> ValuesT:
                 call.look_again()
                 call.exchange(weights, attempts, rest, begun.await_pieces)
-                if self._member is not None and self._member.has_joined():  # with this gradient
-                    self._read_first(self._member, weights, attempts)
+                self._read_behind(call, weights, attempts)
                 return result
 
             bound_s = timeout_s if own_s is None else own_s
@@ -533,6 +532,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         is_whole_at_once = (
             bool(self.spec.optimizer.clip_norm) or self.late == "carry" or self.spec.has_image
         )
+        is_whole_at_once |= call.passes
         begun = OpenExchange(call, weights, None if is_whole_at_once else start, finish)
         return begun
 
@@ -650,10 +650,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         lost member had is dealt again, and so are batches whose gradient did not count. A batch
         that no `exchange` gets is this worker's until it ends.
 
-        An elastic worker takes part with its first batch. Where nothing is left but what other
-        members have, it leaves, and waits until these have counted, or are free, as a member was
-        lost: so iteration ends when all have counted. A batch that comes after such a wait is for
-        weights of a later version than the last exchange returned.
+        An elastic worker takes part with its first batch. That is dealt again where the others are
+        in the middle of a step: `exchange` sends nothing then, `outcome` says that nothing counted,
+        and the worker goes on with the weights of the first step that all shards await it in. Where
+        nothing is left but what other members have, it leaves, and waits until these have counted,
+        or are free, as a member was lost: so iteration ends when all have counted. A batch that
+        comes after such a wait is for weights of a later version than the last exchange returned.
 
         Args:
             samples: The dataset; all workers give the same.
@@ -740,8 +742,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             while True:
                 if not self._takes_part:
                     self._begin_part(attempts)
-                    if self._member is not None:
-                        self._member.first_step = None  # the program has weights, maybe older ones
+                    if self._member is not None and self.next_step >= self._opening.from_step:
+                        self._member.first_step = None  # the program has its weights
                 try:
                     return self._dealing.take(samples, limit, attempts)
                 except StepOrderError:  # shard 0 has ended its tenure meanwhile
@@ -1002,12 +1004,20 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         )
         weights, result = self._room_beside(call, out)
         call.exchange(weights, attempts)
-        member = self._member
-        if member is not None and not reads_first:
-            member.first_step = None
-        elif member is not None and member.has_joined():  # with this gradient
-            self._read_first(member, weights, attempts)
+        if self._member is not None and not reads_first:
+            self._member.first_step = None
+        self._read_behind(call, weights, attempts)
         return result
+
+    def _read_behind(self, call: StepCall, weights: Pieces, attempts: Attempts) -> None:
+        """Reads the weights of the first step of a member that has joined with a gradient."""
+        member = self._member
+        if member is not None and member.has_joined():
+            self._read_first(member, weights, attempts)
+        elif call.passes:
+            get = partial(self._transfer.get_weights, weights, 0, attempts)
+            self.version = int(attempts.run(get).version)
+            self.next_step = max(self.next_step, self.version)
 
     def _room_beside(self, call: StepCall, out: ValuesT | None) -> tuple[Pieces, ValuesT]:
         weights, result = self._values.room(out)
@@ -1035,10 +1045,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             self._states.send_ahead(attempts)
         elif self._shards.state_home is not None:
             self._shards.state_home.send(attempts)
-        batches = (batch,) if isinstance(batch, Batch) else tuple(batch)
+        batches = given = (batch,) if isinstance(batch, Batch) else tuple(batch)
         if dealing.is_used or batches:
             self.lost_batches = has_values and not dealing.admits(batches)
-            has_values &= not self.lost_batches
+            if self.lost_batches or (batches and self._is_before(self._opening.whole_from)):
+                has_values = False
             if not (has_values and sample_count):
                 dealing.give_back(batches)
                 batches = ()
@@ -1089,8 +1100,15 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             if is_whole:
                 self._transfer.check_finite(call.work)
             self._begin_part(attempts)
+        gave_back = bool(given) and not (has_values or tried.is_sent)
+        call.passes = gave_back and self._is_before(self._opening.from_step)
         self._is_in_step = True
         return call
+
+    def _is_before(self, first_step: int) -> bool:
+        """Returns True of a member whose next step is before the first that awaits it."""
+        is_member = self._member is not None and self.spec.fragment is None  # outer work is kept
+        return is_member and self.next_step < first_step
 
     def _go_on(self, call: StepCall, outcome: Outcome, next_step: int) -> None:
         if call.found_version is not None:

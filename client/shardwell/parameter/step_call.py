@@ -90,6 +90,8 @@ class StepCall:
     before, and this is its first call for this one."""
     batches: Sequence[Batch] = ()
     """The samples that its gradient was made from, without those of carried values."""
+    passes: bool = False
+    """True if nothing is sent: no shard awaits a gradient of this member, and it has none."""
     own: Pieces | None = None
     """The gradient without carried values; None: the work has nothing else."""
     is_again: bool = False
@@ -99,6 +101,9 @@ class StepCall:
 
     def put(self, attempts: Attempts) -> None:
         """Sends all of it until it is counted, and ends the step."""
+        if self.passes:
+            self._pass()
+            return
         self._clip()
         self.work.after_refusal |= self.tried.is_refused
         try:
@@ -124,6 +129,9 @@ class StepCall:
 
         With `rest`, `await_pieces` returns when no piece of it is under way.
         """
+        if self.passes:
+            self._pass()
+            return
         if not self.is_clipped:
             self._clip()
         self.work.after_refusal |= self.tried.is_refused
@@ -197,6 +205,12 @@ class StepCall:
             if factor != 1.0:
                 work.values = Pieces(values * np.float32(factor))
         self.is_clipped = True
+
+    def _pass(self) -> None:
+        """Leaves the step to the others, as if it had closed before."""
+        step, size = self.work.step, self.tools.spec.size
+        late = (Slice(0, size),)
+        self.ended(self, Outcome(step=step, size=size, version=step, late=late), step)
 
     def _put(self, attempts: Attempts) -> None:
         transfer, progress = self.tools.transfer, Progress()

@@ -69,6 +69,11 @@ class Opening(Generic[SpecT, AnswerT]):
         """The number that tells it from others of its name; 0: nothing is open yet."""
         self.tenure = 0
         """Tenure of this worker's seats, for gradients and streams; 0: none, or for good."""
+        self.from_step = 0
+        """The first step that any shard awaits this elastic member in."""
+        self.whole_from = 0
+        """The first step that all shards await it in; higher where some shard needs it for a step
+        that others have closed."""
         self.membership: Membership | None = None
         """The tenure as heartbeats name it, of a worker that was an elastic member."""
         self.has_seat = False
@@ -206,6 +211,7 @@ class Opening(Generic[SpecT, AnswerT]):
                 wanted = from_step
             if wanted == from_step:
                 self.tenure = tenure
+                self.from_step, self.whole_from = wanted, max(wanted, newest)
                 self.membership = Membership(
                     self.calls.kind, self.spec.name, self.incarnation, self.worker_id, tenure
                 )

@@ -850,6 +850,7 @@ class ElasticCrew(Crew[SeatT]):
         if seat is not None and step is not None and seat.from_step != step:
             note({"kind": "from", "seat_index": seat.index, "from_step": step})
             seat.from_step = step
+            self.come_to_rest()  # steps that were complete before close, and do not await it
         return True
 
     def end_tenure(self, worker_id: str, tenure: int, note: TakesNote) -> bool:
