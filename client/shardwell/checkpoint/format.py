@@ -309,7 +309,7 @@ class Checkpoint:
             StorageError: one is not; it is named.
         """
         for entry in entries_of(self):
-            for file in (*entry.files, *states_of(entry)):
+            for file in files_of(entry):
                 path = self.path / file.path
                 try:
                     found = os.stat(path)
@@ -339,7 +339,7 @@ class Checkpoint:
                 )
 
     def _files(self) -> list[SliceFile | RowsFile | StateFile]:
-        return [file for each in entries_of(self) for file in (*each.files, *states_of(each))]
+        return [file for each in entries_of(self) for file in files_of(each)]
 
 
 def entries_of(checkpoint: Checkpoint) -> list[Entry]:
@@ -350,6 +350,11 @@ def entries_of(checkpoint: Checkpoint) -> list[Entry]:
 def states_of(entry: Entry) -> tuple[StateFile, ...]:
     """The states of a parameter's workers; of a table none."""
     return entry.states if isinstance(entry, CheckpointParameter) else ()
+
+
+def files_of(entry: Entry) -> tuple[Any, ...]:
+    """All files of an entry."""
+    return (*entry.files, *states_of(entry))
 
 
 def state_path(number: int, name: str, index: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwell.checkpoint.directory import MARK_NAME, sync_directory
-from shardwell.checkpoint.format import Checkpoint, entries_of, load_id_of
+from shardwell.checkpoint.format import Checkpoint, entries_of, files_of, load_id_of
 from shardwell.checkpoint.manifest import MANIFEST_NAME, read_checkpoint, read_manifest
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
@@ -210,7 +210,7 @@ def _unnamed(path: Path, checkpoint: Checkpoint) -> Path | None:
     """Returns something in a checkpoint's directory that no save put there."""
     entries = entries_of(checkpoint)
     files = {path / MANIFEST_NAME, path / MARK_NAME}
-    files.update(path / file.path for entry in entries for file in entry.files)
+    files.update(path / file.path for entry in entries for file in files_of(entry))
     directories = {path / f"{number:06d}-{entry.name}" for number, entry in enumerate(entries, 1)}
     for top, directory_names, file_names in os.walk(path, onerror=_reraise):
         for names, expected in ((directory_names, directories), (file_names, files)):
@@ -229,7 +229,7 @@ def _remove(gone: Path, checkpoint: Checkpoint) -> None:
     entries = entries_of(checkpoint)
     try:
         for number, entry in enumerate(entries, 1):
-            for file in entry.files:
+            for file in files_of(entry):
                 (gone / file.path).unlink(missing_ok=True)
             directory = gone / f"{number:06d}-{entry.name}"
             if directory.exists():

@@ -23,6 +23,7 @@ def model(cluster, connect) -> tuple[shardwell.Client, shardwell.Parameter]:
     client = connect(cluster(2), "w0")
     parameter = client.parameter("model", size=SIZE, optimizer=SGD)
     parameter.init(np.zeros(SIZE, np.float32))
+    parameter.keep_state({"seen": {"count": 0}})  # a file of its own in each
     return client, parameter
 
 
