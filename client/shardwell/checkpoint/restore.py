@@ -44,7 +44,7 @@ from shardwell.errors import (
     StorageError,
 )
 from shardwell.numerics.codec import Float32
-from shardwell.parameter.first_weights import FirstWeights, load_account
+from shardwell.parameter.first_weights import FirstWeights, load_beside
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.placement.rows import RowPlacement
 from shardwell.placement.slices import Slice
@@ -104,11 +104,11 @@ def restore(
     specs = {spec.name: spec for spec in ask_all(entries, create)}
     with_values = [each for each in entries if not isinstance(each.spec.optimizer, Average)]
     for each in entries:
-        if each.samples and each not in with_values:
+        if each not in with_values:  # its steps are counted from 0 anew
+            states = [(name, 0, state) for name, _, state in _states_of(checkpoint.path, each)]
             attempts = cluster.attempts.beside()
-            load = partial(
-                load_account, each.name, cluster.channels[0], _account_of(each), 0, attempts
-            )
+            shard = cluster.channels[0]
+            load = partial(load_beside, each.name, shard, _account_of(each), states, 0, attempts)
             attempts.run(load)
     for batch in batches(with_values, lambda each: 4 * each.size * len(each.tensor_names)):
         ask_all(batch, lambda each: _restore_parameter(cluster, checkpoint.path, specs, each))
@@ -298,6 +298,13 @@ def _account_of(entry: CheckpointParameter) -> bytes:
     return json.dumps(entry.samples).encode() if entry.samples else b""
 
 
+def _states_of(path: Path, entry: CheckpointParameter) -> Sequence[tuple[str, int, bytes]]:
+    return [
+        (each.worker_id, each.step, read_bytes(path / each.path, each.size_bytes, each.crc32c))
+        for each in entry.states
+    ]
+
+
 class _CheckpointValues(Closing):
     """A parameter's values in files, as FirstValues. A context manager; one file is open."""
 
@@ -310,10 +317,7 @@ class _CheckpointValues(Closing):
         self.learning_rate = None if rate == specified else rate
         self.load_id = load_id_of(entry)
         self.samples = _account_of(entry)
-        self.states: Sequence[tuple[str, int, bytes]] = [
-            (each.worker_id, each.step, read_bytes(path / each.path, each.size_bytes, each.crc32c))
-            for each in entry.states
-        ]
+        self.states = _states_of(path, entry)
         self._path = path
         self._entry = entry
         self._file: SliceFile | None = None

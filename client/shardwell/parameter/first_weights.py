@@ -106,15 +106,14 @@ class FirstWeights:
                 try:
                     send = partial(self._send_to, epoch=claim.epoch)
                     ask_all(self.channels[1:], send)
-                    if self.values.samples:
-                        load_account(
-                            self.spec.name,
-                            self.channels[0],
-                            self.values.samples,
-                            self.incarnation,
-                            self.attempts,
-                        )
-                    self._load_states()
+                    load_beside(
+                        self.spec.name,
+                        self.channels[0],
+                        self.values.samples,
+                        self.values.states,
+                        self.incarnation,
+                        self.attempts,
+                    )
                     version = send(self.channels[0])
                     self._confirm(claim.epoch)
                     self.is_own = True
@@ -125,26 +124,6 @@ class FirstWeights:
             # Not all at once: those who take turns in claiming would take it from one another.
             self.attempts.pause(random.uniform(0.5, 1.5) * pause_s)  # noqa: S311 (a pause)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
-
-    def _load_states(self) -> None:
-        shard = self.channels[0]
-        for worker_id, step, state in self.values.states:
-            request = pb.KeepStateRequest(
-                shard=shard.identity,
-                parameter=self.spec.name,
-                stage=pb.KeepStateRequest.STAGE_LOAD,
-                worker_id=worker_id,
-                step=step,
-                state=state,
-                incarnation=self.incarnation,
-            )
-            shard.call(
-                "KeepState",
-                request,
-                pb.KeepStateResponse,
-                timeout_s=self.attempts.rest_s,
-                parameter=self.spec.name,
-            )
 
     def _claim(self) -> pb.ClaimInitResponse:
         remaining_s = self.attempts.remaining_s
@@ -265,20 +244,35 @@ def confirm(
     )
 
 
-def load_account(
-    name: str, shard: ShardChannel, account: bytes, incarnation: int, attempts: Attempts
+def load_beside(
+    name: str,
+    shard: ShardChannel,
+    account: bytes,
+    states: Sequence[tuple[str, int, bytes]],
+    incarnation: int,
+    attempts: Attempts,
 ) -> None:
-    """Gives shard 0 a checkpoint's account of samples, before the first weights stand."""
-    shard.call(
-        "DealSamples",
-        pb.DealSamplesRequest(
-            shard=shard.identity,
-            parameter=name,
-            stage=pb.DealSamplesRequest.STAGE_LOAD,
-            account=account,
-            incarnation=incarnation,
-        ),
-        pb.DealSamplesResponse,
-        timeout_s=attempts.rest_s,
-        parameter=name,
-    )
+    """Gives shard 0 what a checkpoint has beside the weights, before the first weights stand.
+
+    `account` is that of samples; `states` are of workers, each with its step.
+    """
+    beside: dict[str, Any] = {
+        "shard": shard.identity,
+        "parameter": name,
+        "incarnation": incarnation,
+    }
+    given: dict[str, Any] = {"timeout_s": attempts.rest_s, "parameter": name}
+    if account:
+        loading = pb.DealSamplesRequest(
+            stage=pb.DealSamplesRequest.STAGE_LOAD, account=account, **beside
+        )
+        shard.call("DealSamples", loading, pb.DealSamplesResponse, **given)
+    for worker_id, step, state in states:
+        keeping = pb.KeepStateRequest(
+            stage=pb.KeepStateRequest.STAGE_LOAD,
+            worker_id=worker_id,
+            step=step,
+            state=state,
+            **beside,
+        )
+        shard.call("KeepState", keeping, pb.KeepStateResponse, **given)

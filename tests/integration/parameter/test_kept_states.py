@@ -239,6 +239,26 @@ def test_a_checkpoint_has_the_states_of_its_step(
     assert after[0].noise.random() == before[0].noise.random()
 
 
+def test_a_checkpoint_of_means_has_the_state(cluster, connect, tmp_path: Path) -> None:
+    """There are no first weights, and steps are counted from 0 anew."""
+
+    def means(client: shardwell.Client) -> tuple[Any, dict[str, int]]:
+        net = client.parameter("means", size=SIZE, optimizer=shardwell.Average())
+        counts = {"sum": 0}
+        net.keep_state({"counts": counts})
+        return net, counts
+
+    client = connect(cluster(2), "w0")
+    net, counts = means(client)
+    for batch, _ in zip(net.batches(SAMPLES), range(3), strict=False):
+        net.exchange(np.ones(SIZE), batch=batch)
+        counts["sum"] += 1
+    client.save_checkpoint(tmp_path / "saved")
+    restored = connect(cluster(3), "w0")
+    restored.restore_checkpoint(tmp_path / "saved")
+    assert means(restored)[1] == {"sum": 3}
+
+
 def test_a_damaged_state_of_a_checkpoint_is_named(cluster, connect, tmp_path: Path) -> None:
     client = connect(cluster(1), "w0")
     net = opened(client)
