@@ -36,11 +36,21 @@ from shardwell.errors import ArgumentError, CorruptChunkError
 from shardwell.numerics.permutation import Int64, samples_at
 from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.opening import ParameterOpening
-from shardwell.placement.ranges import NumberRanges, between, flat, paired, size_of, united
+from shardwell.placement.ranges import (
+    NumberRanges,
+    between,
+    common,
+    flat,
+    paired,
+    size_of,
+    united,
+    without,
+)
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
 from shardwell.rpc.shard_channel import ShardChannel
-from shardwell.specs.samples import POSITION_MAX, Samples
+from shardwell.specs.parameter import STEP_MAX
+from shardwell.specs.samples import Samples
 from shardwell.steps.member import Member
 from shardwell.threads.asking import ask_all
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -127,6 +137,11 @@ class Dealing:
         self._split: set[int] = set()
         """Of carried ones, by identity: some chunk has counted them."""
         self._owed: list[Owed] = []
+        self._is_settled = member is not None or not opening.spec.has_open_sets
+        """True once shard 0 knows what an earlier process of this worker gave in part."""
+        self._remade = Owed("", 0, ())
+        """The step that an earlier process of this worker has begun, and the samples that it had
+        of it, until this process has ended that step."""
         self.is_used = False
         """True if batches were asked for."""
         self.out_count = 0
@@ -196,7 +211,7 @@ class Dealing:
         with self._lock:
             _, over = self._asked(samples, limit, attempts, count=0)
             for each in over:
-                self._settle(each, attempts)
+                self._settle(each.worker_id, each.tenure, attempts)
             if over:
                 self._asked(samples, limit, attempts, count=0)
             least = samples.batch_size if samples.drop_last and self.out_count else 1
@@ -207,12 +222,16 @@ class Dealing:
     ) -> bool:
         """Puts dealt batches behind those that wait; False: there are none."""
         while True:
+            if not self._is_settled:
+                step = self._next_step()
+                self._remade = self._settle(self._opening.worker_id, 0, attempts, step)
+                self._is_settled = True
             found, over = self._asked(samples, limit, attempts, self._batch_count)
             # They are this worker's, also if the next call fails.
             self._held.update((id(batch), batch) for batch in found)
             waiting.extend(found)
             for each in over:
-                self._settle(each, attempts)
+                self._settle(each.worker_id, each.tenure, attempts)
             if found or not over:
                 break
         if self._member is None:  # no shard keeps a lease
@@ -248,6 +267,8 @@ class Dealing:
         dealt = [self._ranges(each.ranges) for each in answer.batches]
         again = self._ranges(answer.again.ranges) if is_first else ()
         if again:
+            had = self._remade.ranges if self._remade.data == samples.name else ()
+            self._remade = Owed(samples.name, 0, united(had, again), request.step)
             size = samples.batch_size
             dealt[:0] = [again] if size_of(again) <= size + 1 else _parts(again, size)
         batches = [
@@ -289,7 +310,11 @@ class Dealing:
     def admits(self, batches: Sequence[Batch]) -> bool:
         """Returns True if a gradient of batches may leave now; those that are void end else."""
         tenure, are_valid = self._tenure, True
-        for batch in batches:
+        remade = self._remade
+        if remade.ranges and self._next_step() > remade.step:  # which ended without any of them
+            are_valid = not any(common(batch.ranges, remade.ranges) for batch in batches)
+            self._end_remade(())
+        for batch in batches if are_valid else ():
             if batch.tenure != tenure:
                 are_valid = False
             elif id(batch) not in self._held:
@@ -316,8 +341,32 @@ class Dealing:
         """Ends batches whose gradient does not leave."""
         for batch in batches:
             if self._end(batch):
-                step = self._next_step()
-                self._owed.append(Owed(batch.data, batch.tenure, batch.ranges, step))
+                step, remade = self._next_step(), self._remade
+                split = common(batch.ranges, remade.ranges) if batch.data == remade.data else ()
+                if split:
+                    self._owed.append(replace(remade, ranges=split, is_partial=True))
+                    self._remade = replace(remade, ranges=without(remade.ranges, split))
+                if left := without(batch.ranges, split):
+                    self._owed.append(Owed(batch.data, batch.tenure, left, step))
+
+    def _end_remade(self, given: NumberRanges) -> None:
+        """Ends the step that an earlier process has begun, as this one has given it with samples.
+
+        Some shards have that process's gradient, and the others this one's: of samples that only
+        one of them had.
+        """
+        remade, self._remade = self._remade, Owed("", 0, ())
+        rest = without(remade.ranges, given)
+        split = united(rest, without(given, remade.ranges)) if given else rest
+        if split:
+            self._owed.append(replace(remade, ranges=split, is_partial=True))
+        for batch in list(self._held.values()) if rest else ():
+            if batch.data == remade.data and common(batch.ranges, rest):
+                with contextlib.suppress(ValueError):
+                    self._dealt[batch.data].remove(batch)
+                self._end(batch)
+                if left := without(batch.ranges, rest):
+                    self._owed.append(Owed(batch.data, batch.tenure, left, remade.step))
 
     def ended(self, batches: Sequence[Batch], outcome: Outcome, *, carries: bool) -> bool:
         """Ends the batches of a step, by what became of its gradient.
@@ -327,6 +376,8 @@ class Dealing:
         given, self._carried = [*batches, *self._carried], []
         if not given:
             return True
+        if self._remade.ranges and outcome.step == self._remade.step:
+            self._end_remade(united(*(batch.ranges for batch in given)))
         lost = [*outcome.late, *outcome.unknown]
         if self._member is not None:  # else its earlier process had the same samples
             lost += outcome.superseded
@@ -338,6 +389,8 @@ class Dealing:
         is_counted = not any(where.offset == 0 for where in lost)
         is_late = any(where.offset == 0 for where in outcome.late)
         is_partial = outcome.counted != "none" or bool(outcome.unknown)
+        if self._member is None:  # an earlier process's, of the same samples, has counted there
+            is_partial |= bool(outcome.superseded)
         split = self._split | {id(batch) for batch in given if is_partial}
         if carries and is_late and not is_counted and given[0].tenure == self._tenure:
             self._carried, self._split = given, split
@@ -404,23 +457,32 @@ class Dealing:
                 self._owed.insert(0, owed)
                 raise
 
-    def _settle(self, over: Any, attempts: Attempts) -> None:
-        """Ends a tenure on all shards, and tells shard 0 what its last gradient had counted of."""
-        subject = {"worker_id": over.worker_id, "tenure": over.tenure}
+    def _settle(
+        self, worker_id: str, tenure: int, attempts: Attempts, next_step: int = STEP_MAX
+    ) -> Owed:
+        """Ends a tenure on all shards, and tells shard 0 what its last gradient had counted of.
+
+        Of a fixed crew, it returns what had counted of `next_step`, which its worker gives again.
+        """
+        subject: dict[str, Any] = {"worker_id": worker_id, "tenure": tenure}
         end = partial(self._request, _Stage.STAGE_END, **subject)
-        others = self._channels[1:]
-        answers = ask_all(others, lambda each: self._call(each, end(), attempts.beside()))
+        answers = ask_all(self._channels, lambda each: self._call(each, end(), attempts.beside()))
         step = max((answer.step for answer in answers), default=0)
         newest = [each for each in answers if each.step == step and each.ranges]
+        ranges, data = united(*(self._ranges(each.ranges) for each in newest)), ""
+        if newest:
+            data = newest[0].data
         request = self._request(
             _Stage.STAGE_SETTLE,
             **subject,
             step=step,
-            ranges=flat(united(*(self._ranges(each.ranges) for each in newest))),
-            dataset=pb.Dataset(name=newest[0].data if newest else ""),
-            whole_before=min((each.whole_before for each in answers), default=POSITION_MAX),
+            ranges=flat(ranges),
+            dataset=pb.Dataset(name=data),
+            whole_before=min(each.whole_before for each in answers),
+            next_step=next_step,
         )
         self._call(self._channels[0], request, attempts)
+        return Owed(data, 0, ranges if step >= next_step else (), next_step)
 
     def _request(self, stage: Any, **fields: Any) -> pb.DealSamplesRequest:
         fields.setdefault("worker_id", self._opening.worker_id)

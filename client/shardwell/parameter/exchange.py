@@ -165,7 +165,7 @@ class Transfer(StepTransfer[ShardSlice]):
         self.parts: list[ShardSlice] = []
         """The parts by shard; empty until the shards have said them."""
         self._rotates = spec.min_contributors > 0
-        self._is_elastic = spec.members is not None
+        self._names_in_all = spec.has_open_sets
         self._codec = ChunkCodec.of(spec)
         self._gradient_context = checksum.context(
             checksum.Kind.GRADIENT, spec.name, opening.worker_id
@@ -474,8 +474,8 @@ class Transfer(StepTransfer[ShardSlice]):
             where = part.chunks[index]
             header = pb.ExchangeRequest(gradient=common)
             gradient = header.gradient
-            # A fixed crew's shards ask no other chunk.
-            if samples is not None and (where.offset == 0 or self._is_elastic):
+            # Where no step closes without a worker, shards ask no other chunk.
+            if samples is not None and (where.offset == 0 or self._names_in_all):
                 gradient.samples.CopyFrom(samples)
                 start = named
             else:

@@ -544,7 +544,7 @@ class Dataset(_message.Message):
     def __init__(self, name: _Optional[str] = ..., length: _Optional[int] = ..., seed: _Optional[int] = ..., shuffles: bool = ...) -> None: ...
 
 class DealSamplesRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "stage", "worker_id", "tenure", "dataset", "batch_size", "drop_last", "batch_count", "limit", "ranges", "step", "is_partial", "account", "incarnation", "whole_before", "rank", "crc32c")
+    __slots__ = ("shard", "parameter", "stage", "worker_id", "tenure", "dataset", "batch_size", "drop_last", "batch_count", "limit", "ranges", "step", "is_partial", "account", "incarnation", "whole_before", "rank", "next_step", "crc32c")
     class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STAGE_UNSPECIFIED: _ClassVar[DealSamplesRequest.Stage]
@@ -578,6 +578,7 @@ class DealSamplesRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WHOLE_BEFORE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STEP_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
     parameter: str
@@ -596,8 +597,9 @@ class DealSamplesRequest(_message.Message):
     incarnation: int
     whole_before: int
     rank: int
+    next_step: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[DealSamplesRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., tenure: _Optional[int] = ..., dataset: _Optional[_Union[Dataset, _Mapping]] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., batch_count: _Optional[int] = ..., limit: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., is_partial: bool = ..., account: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., whole_before: _Optional[int] = ..., rank: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[DealSamplesRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., tenure: _Optional[int] = ..., dataset: _Optional[_Union[Dataset, _Mapping]] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., batch_count: _Optional[int] = ..., limit: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., is_partial: bool = ..., account: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., whole_before: _Optional[int] = ..., rank: _Optional[int] = ..., next_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class DealSamplesResponse(_message.Message):
     __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "data", "whole_before", "done_before", "free_count", "counted", "crc32c")

@@ -10,6 +10,8 @@ g // length, in that epoch's order. States of a position (docs/adr/0042-samples.
     out      its holder's tenure is over, and no shard has counted it     free
     out      the same, and a shard other than chunk 0's has counted it;
              or its holder says that a part of its gradient counted       done, partial
+    free     of a fixed crew: its worker will give no step again in
+             which a shard other than chunk 0's has counted it            done, partial
     open     chunk 0 closes step t                                        done
     open,    its holder's tenure is over, and a chunk has not counted it,
     done     or its holder says so                                        the same, partial
@@ -360,7 +362,7 @@ class Ledger:
         `held` are positions that the rank has, and did not give yet. `is_alone`: no worker that is
         connected has been dealt in another way, so a new one may begin.
         """
-        if any(plan.way != way for plan in self.plans):
+        if self.begins_anew(way):
             if not is_alone:
                 other = next(plan.way for plan in self.plans if plan.way != way)
                 raise SpecMismatchError(
@@ -382,6 +384,10 @@ class Ledger:
                 )
             if not self._begin_plan(way, limit):
                 return []
+
+    def begins_anew(self, way: Way) -> bool:
+        """Returns True if the next deal of a fixed crew is not as the last one."""
+        return any(plan.way != way for plan in self.plans)
 
     def rank_of(self, worker_id: str, wanted: Sequence[int], rank_count: int) -> int:
         """Returns the rank in plans that a worker of a fixed crew has, and keeps.
@@ -510,14 +516,19 @@ class Ledger:
             -_PARTIAL_COUNT_MAX:
         ]
 
-    def settle(self, holder: Holder, given: Given) -> None:
+    def settle(self, holder: Holder, given: Given, next_step: int) -> None:
         """Frees a holder's positions once its tenure is over on all shards.
 
         What it gave to other chunks, and not to chunk 0, is partial; else its last gradient that
-        chunk 0 counted, if another chunk has not.
+        chunk 0 counted, if another chunk has not. A worker of a fixed crew gives steps from
+        `next_step` on, which says the same of those before.
         """
-        ahead = common(given.ranges, self.out.get(holder, ()))
+        ahead = self._of(holder, given.ranges) if given.step < next_step else ()
         last = self.last_step.get(holder, -1)
+        if not self.leases:
+            counted = (*self.open, *(each for step in self.steps.values() for each in step))
+            steps = (each.step for each in counted if each.holder == holder)
+            last = max((each for each in steps if each < next_step), default=-1)
         if ahead:
             self.end_partly(holder, given.step, ahead)
         elif last >= given.whole_before:

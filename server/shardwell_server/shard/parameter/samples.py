@@ -1,9 +1,9 @@
 """The samples of a parameter's gradients: ledger.py's accounts where threads, disk and wire meet.
 
 The shard that has the parameter's first chunk, shard 0, has an account of each dataset; a sample
-counts when chunk 0 counts its gradient. Every shard notes, of elastic members, which samples the
-last gradient of each had that counted in any other chunk: {"kind": "gave", ...}. A member that is
-lost in the middle of a step may have given these chunks and not chunk 0.
+counts when chunk 0 counts its gradient. Where a step may close without a worker, every shard notes
+which samples the last gradient of each had that counted in any other chunk: {"kind": "gave", ...}.
+A worker that is lost in the middle of a step may have given these chunks and not chunk 0.
 
 States of a count, by its place in chunk 0's record (version, contributions to it):
 
@@ -58,7 +58,7 @@ _ACCOUNT_SIZE_MAX_BYTES = 2**19
 
 
 class _Gave(NamedTuple):
-    """The last gradient of an elastic member that counted in chunks other than the first."""
+    """The last gradient of a worker that counted in chunks other than the first."""
 
     step: int
     data: str
@@ -94,6 +94,8 @@ class Samples:
         self._ways: dict[tuple[str, int], Way] = {}
         """By dataset and session: how a worker of a fixed crew was dealt its last batches."""
         self._gave: dict[Holder, _Gave] = {}
+        self._settled: set[str] = set()
+        """Workers of a fixed crew that were dealt nothing since they were settled."""
 
     # Gradients.
 
@@ -132,7 +134,7 @@ class Samples:
             finally:
                 with self._lock:
                     self._end_count(ledger, found)
-        elif self._leases:
+        elif self._spec.has_open_sets:
             with self._lock:
                 gave = self._note_gave(holder, step, given.data, ranges)
             yield
@@ -240,13 +242,22 @@ class Samples:
                 others = [
                     had for of, had in ways.items() if of[0] == data.name and of[1] not in own
                 ]
+                is_alone = all(had == way for had in others)
+                if is_alone and self._spec.has_open_sets and ledger.begins_anew(way):
+                    names = ledger.ranks.keys() - {holder.worker_id} - self._settled
+                    if names:
+                        response.unsettled.extend(
+                            pb.DealSamplesResponse.Tenure(worker_id=each) for each in sorted(names)
+                        )
+                        return response
+                self._settled.discard(holder.worker_id)
                 batches = ledger.planned(
                     own_rank,
                     way,
                     request.batch_count,
                     limit,
                     united(again, paired(request.ranges)),
-                    is_alone=all(had == way for had in others),
+                    is_alone=is_alone,
                 )
                 self._ways = {**ways, **{(data.name, each): way for each in own}}
             for batch in batches:
@@ -304,7 +315,10 @@ class Samples:
         return gave.data, Given(gave.step, gave.ranges, gave.step + is_whole)
 
     def settle(self, request: pb.DealSamplesRequest) -> None:
-        """Frees positions of a tenure that is over on all shards; chunk 0's lock is held."""
+        """Frees positions of a tenure that is over on all shards; chunk 0's lock is held.
+
+        Of a fixed crew: names those that count in part, as their worker will not give them again.
+        """
         holder = Holder(request.worker_id, request.tenure)
         ranges = paired(request.ranges)
         others = request.dataset.name, Given(request.step, ranges, request.whole_before)
@@ -312,16 +326,26 @@ class Samples:
             self._note_void()
             for ledger in self._ledgers.values():
                 ledger.advance(self._version)
-                if holder in self._over(ledger):
+                if not self._leases:
+                    self._settle(ledger, holder, [others], request.next_step)
+                    self._settled.add(holder.worker_id)
+                elif holder in self._over(ledger):
                     self._settle(ledger, holder, [others])
             self._compact()
 
-    def _settle(self, ledger: Ledger, holder: Holder, others: list[tuple[str, Given]]) -> None:
+    def _settle(
+        self,
+        ledger: Ledger,
+        holder: Holder,
+        others: list[tuple[str, Given]],
+        next_step: int = POSITION_MAX,
+    ) -> None:
         given = [self._last_given(holder), *others]
         its = [each for data, each in given if data == ledger.data.name]
         step = max((each.step for each in its), default=0)
         ranges = united(*(each.ranges for each in its if each.step == step))
-        ledger.settle(holder, Given(step, ranges, min(each.whole_before for _, each in given)))
+        whole_before = min(each.whole_before for _, each in given)
+        ledger.settle(holder, Given(step, ranges, whole_before), next_step)
 
     # Snapshots.
 
