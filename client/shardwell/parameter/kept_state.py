@@ -9,7 +9,9 @@ that the loop does behind the step before. It leaves ahead of t's gradient. Wher
     any       `load` of a state of step u                              u
 
 So where steps close without this worker, `at` falls behind its next step: the objects take the
-state that others bring. Generators are each worker's own, and no other's state is put into them.
+state that others bring. Where it makes a step again, as its tenure was over and nothing of it had
+counted, `at` is ahead, and they take the state of that step again. Generators are each worker's
+own, and no other's state is put into them.
 """
 
 from __future__ import annotations
@@ -288,9 +290,9 @@ class KeptStates:
         kept, step = self.kept, self._next_step()
         if kept is None:
             return
-        if self._spec.has_open_sets and kept.at < step:
+        if self._spec.has_open_sets and kept.at != step:
             found = self._found(kept, waits=True)
-            if found is not None and found.step > kept.at:
+            if found is not None and (found.step > kept.at or found.step == step):
                 kept.load(found)
         self._capture(kept)
         with contextlib.suppress(LimitError):  # it leaves with the gradient, else

@@ -345,3 +345,22 @@ def test_parameters_are_counted_while_other_threads_open_some(cluster, connect) 
         sys.setswitchinterval(interval_s)
     held.clear()
     assert not shards.handles
+
+
+def test_objects_go_back_to_a_step_that_a_member_makes_again(cluster, connect) -> None:
+    """Its tenure was over, and the step is still open: the loop has run behind nothing."""
+    running = cluster(1)
+    net = opened(connect(running, "w0"), members=shardwell.Elastic())
+    ops = connect(running, "ops")
+    progress = {"steps": 0}
+    net.keep_state({"progress": progress})
+    dealt = net.batches(SAMPLES)
+    for number in range(4):
+        batch = next(dealt)
+        assert progress["steps"] == net.next_step
+        if number == 2:
+            ops.remove_member("w0")
+        net.exchange(np.ones(SIZE), batch=batch)
+        progress["steps"] += 1
+    assert next(dealt)
+    assert progress["steps"] == net.next_step == 3
