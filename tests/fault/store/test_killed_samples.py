@@ -25,6 +25,7 @@ from harness.programs.ports import free_port
 from harness.stories.power import Disk, served
 from harness.threads import in_background
 from shardwell.errors import StorageError
+from shardwell_server import LocalCluster
 from shardwell_server.store.records import event_log
 
 LENGTH = 100
@@ -213,6 +214,17 @@ def test_a_log_of_many_events_is_made_short_and_says_as_much(
             train(target, crew, epochs=epochs)
             check(tmp_path, visits(target, crew), epochs)
     assert names.count("samples") > 2
+
+
+def test_a_log_of_another_shard_is_made_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has an event of each member and step, and deals nothing."""
+    monkeypatch.setattr(event_log, "_COMPACT_BYTES", 500)
+    with LocalCluster(2, data_dir=tmp_path, chunk_size_bytes=64) as running:
+        train(running.target, "elastic", epochs=40)
+        logs = [log_of(tmp_path / f"shard-{index}").read_bytes() for index in range(2)]
+    assert int(logs[1].split()[3]) < 2000
 
 
 @CREW

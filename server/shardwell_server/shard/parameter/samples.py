@@ -179,6 +179,8 @@ class Samples:
         gave = _Gave(step, check_name("dataset", data), ranges, set())
         self._log(_gave_event(holder, gave))
         self._take_gave(holder, gave)
+        if not self.has_first_chunk:  # which deals nothing, where the log is made short else
+            self._compact()
         return gave
 
     def _take_gave(self, holder: Holder, gave: _Gave) -> None:
