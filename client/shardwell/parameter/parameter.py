@@ -710,7 +710,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         if timeout_s is not None:
             check_timeout(timeout_s)
-        is_elastic = self.spec.members is not None and self.spec.fragment is None
+        if self.spec.fragment is not None:  # whose learner offers what is left
+            return False
+        if self.spec.members is None and self._dealing.carries:
+            self._calls.run(self._drop_carried, timeout_s, in_turn=True)
+            return True
+        is_elastic = self.spec.members is not None
         if not (is_elastic and (self._dealing.out_count or self._dealing.carries)):
             return False
         self.leave(timeout_s=timeout_s)  # and what it carries over is free again
@@ -1130,6 +1135,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self.lost_batches |= bool(batches) and is_lost and outcome.counted == "none"
         if keeps and not (carries and may_carry):  # what was carried is of samples that are void
             self._forget_carried()
+
+    def _drop_carried(self, attempts: Attempts) -> None:
+        """Gives samples back whose values no next step takes; those in part are named."""
+        self._feedback.carried = None
+        self._dealing.drop_carried()
+        self._dealing.tell(attempts)
 
     def _forget_carried(self) -> None:
         self._feedback.carried = None

@@ -2,9 +2,11 @@
 
 Method: real processes under faults drawn from a seed: SIGKILL of workers and shards, workers that
 stand still for longer than their lease, cut and stalled connections, crews of 2 that become 8 and
-3, gradients that come late. Weights count visits. At the end each of them is 1 for each sample and
-epoch, and may be 0 only where shard 0 names the sample as one that counted in some chunks alone: at
-most those of one gradient for each member that was lost, or was late.
+3, or fixed crews with a quorum, gradients that come late. Weights count visits. At the end each of
+them is 1 for each sample and epoch, and may be 0 only where shard 0 names the sample as one that
+counted in some chunks alone: of one gradient at most for each worker that was killed, each tenure
+that ended against its worker's will, and each gradient that was late for some shards. In a fixed
+crew samples that were given back last may stay free, with 0 in all weights.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ import pytest
 import shardwell
 from harness.faults.elastic_storm import Storm
 from harness.faults.proxy import Proxy
+from harness.polling import PATIENCE_S
 from harness.programs.forked_cluster import ForkedCluster
 from harness.programs.forkserver import ForkedCalls
 from harness.programs.visiting_worker import (
+    IN_PART,
     SEED,
     VisitingWorker,
-    gradient_of,
     opened,
-    samples_of,
+    visited,
 )
+from harness.threads import in_background
 from shardwell.numerics.permutation import permuted
 
 SHARD_COUNT = 3
@@ -60,8 +64,12 @@ LONG_PLAN = {
 LONG_CREWS: list[dict[str, Any]] = [{}, {"min_contributors": 1, "grace_s": 0.2}]
 LONG_CREWS.append({**LONG_CREWS[1], "late": "carry"})
 KILLS = ("kill", "replace", "two", "lose", "shard", "nothing")
+FIXED_KINDS = ("kill", "two", "shard", "nothing", "stop")
+FIXED = {"worker_count": 3, "min_contributors": 1, "grace_s": 0.02, "epochs": 3}
+LONG_FIXED = {**FIXED, "worker_count": 8, "grace_s": 0.2, "epochs": 10}
 QUORUM = {"min_contributors": 1, "grace_s": 0.002}
 _STALL_S = 1.2
+_FINISH_S = 900.0
 
 
 class Account:
@@ -131,6 +139,7 @@ class Visits:
             shardwell.connect(self.cluster.target, worker_id="last", timeout_s=40.0)
         )
         self.account = Account(directory / "shard-0")
+        self._started: list[VisitingWorker] = []
 
     def _start_worker(self, worker_id: str) -> VisitingWorker:
         """Every second one by proxies."""
@@ -138,7 +147,8 @@ class Visits:
         if self._chance.random() < 0.5:
             plan = {**plan, "same_host": False}
             target = ",".join(proxy.address for proxy in self._proxies)
-        return self._stack.enter_context(VisitingWorker(target, worker_id, plan))
+        self._started.append(self._stack.enter_context(VisitingWorker(target, worker_id, plan)))
+        return self._started[-1]
 
     def _start_shard_again(self, index: int) -> None:
         self.cluster.shards[index].kill()
@@ -159,8 +169,13 @@ class Visits:
             self.storm.workers.remove(worker)
             assert worker.end() == 0, "\n".join([worker.worker_id, *worker.log])
 
+    @property
+    def _crew_size(self) -> int:
+        return int(self._plan.get("worker_count", 0))
+
     def weather(self, seconds: float, crews: Sequence[int] = CREWS, pause_s: float = 0.0) -> None:
         """Has things happen for so long, or until all samples have counted."""
+        crews = (self._crew_size,) if self._crew_size else crews
         for crew in crews:
             phase_end_s = time.monotonic() + seconds / len(crews)
             self.storm.resize(crew)
@@ -169,34 +184,47 @@ class Visits:
                 self.account.look()
                 time.sleep(pause_s)
                 self._drop_ended()
-                if len(self.storm.workers) < min(crews):
+                if len(self.storm.workers) < min(crews) and not self._crew_size:
                     self.storm.start()
 
     def finish(self) -> np.ndarray:
         """Has all end, and a last worker with them; (copies, epochs, length): the visits."""
         net = opened(self.client, self._plan)
-        for batch in net.batches(samples_of(self._plan), epochs=self._plan["epochs"]):
-            net.exchange(gradient_of(self._plan, batch), batch=batch)
+        if not self._crew_size:
+            for _ in visited(net, self._plan):
+                pass
         for worker in self.storm.workers:
-            assert worker.end() == 0, "\n".join([worker.worker_id, *worker.log])
+            assert worker.end(_FINISH_S) == 0, "\n".join([worker.worker_id, *worker.log])
         self.account.look()
         shape = (self._plan["copies"], self._plan["epochs"], self._plan["length"])
         found: np.ndarray = np.asarray(net.get_weights()).reshape(shape)
         return found
 
+    def ends(self) -> dict[str, int]:
+        """How often a gradient may have come to count in part."""
+        lines = [line for worker in self._started for line in worker.log]
+        lost_count = sum("shards lost worker" in line for line in lines)
+        late_count = sum(line == IN_PART for line in lines) if "grace_s" in self._plan else 0
+        return {"killed": self.storm.lost_count, "lost": lost_count, "late": late_count}
+
     def check(self) -> None:
         """Compares the visits with what shard 0 says."""
         visits, blows = self.finish(), self.storm.blows
+        kinds = self.ends()
         partial = self.account.partial_samples(self._plan)
         missing = np.rint(1.0 - visits).astype(int)
         np.testing.assert_allclose(visits, 1 - missing, atol=1e-3, err_msg=f"{blows}")
         print(
             f"{len(self.cluster.shards)} shards, batches of {self._plan['batch_size']}; {blows}; "
-            f"{self.storm.lost_count} workers killed; {visits[0].size} samples in "
+            f"{kinds}; {visits[0].size} samples in "
             f"{self._plan['epochs']} epochs: {len(self.account.partial)} gradients in part, of "
-            f"{partial.sum()} samples, {(missing > 0).any(0).sum()} of them not in all weights"
+            f"{partial.sum()} samples, {(missing > 0).any(0).sum()} of them not in all weights, "
+            f"{missing.all(0).sum()} in none"
         )
         assert missing.min() >= 0, (blows, np.argwhere(missing < 0)[:9])
+        assert len(self.account.partial) <= sum(kinds.values()), (blows, kinds)
+        if self._crew_size:
+            missing = missing * ~missing.all(axis=0)
         assert (missing <= partial).all(), (blows, np.argwhere(missing > partial)[:9])
         assert partial.max() <= 1, (blows, np.argwhere(partial > 1)[:9])
 
@@ -229,12 +257,41 @@ def test_kills_count_each_sample_once(tmp_path: Path) -> None:
     with visiting(tmp_path, 1, KILLS, PLAN) as visits:
         visits.weather(3.0)
         visits.check()
-        assert len(visits.account.partial) <= visits.storm.lost_count
+
+
+def test_killed_shards_alone_cost_no_sample(tmp_path: Path) -> None:
+    with visiting(tmp_path, 4, ("shard", "nothing"), {**PLAN, "member_lease_s": 5.0}) as visits:
+        visits.weather(3.0, (3,))
+        visits.check()
+        assert not visits.account.partial
 
 
 @pytest.mark.parametrize("late", ["drop", "carry"])
 def test_more_faults_count_each_sample_once(tmp_path: Path, late: str) -> None:
     with visiting(tmp_path, 2, (*KILLS, "stop"), {**PLAN, **QUORUM, "late": late}) as visits:
+        visits.weather(3.0)
+        visits.check()
+
+
+def test_a_state_is_of_the_step_of_the_weights(tmp_path: Path) -> None:
+    """One member lives; the others, who take its state, are killed, and so are shards."""
+    plan = {**PLAN, "keeps_state": True, "member_lease_s": 2.0}
+    with visiting(tmp_path, 6, KILLS, plan) as visits:
+        net, progress = opened(visits.client, plan), {"steps": 0}
+        survivor = in_background(lambda: [time.sleep(plan["pause_s"]) for _ in visited(net, plan)])
+        visits.weather(3.0, (2, 5, 3))
+        assert survivor.result(PATIENCE_S)
+        net.end_state()
+        net.close()
+        visits.check()
+        net = opened(visits.client, plan)
+        net.keep_state({"progress": progress})
+        assert progress["steps"] == net.next_step > 0
+
+
+@pytest.mark.parametrize("late", ["drop", "carry"])
+def test_a_quorum_counts_each_sample_once(tmp_path: Path, late: str) -> None:
+    with visiting(tmp_path, 7, FIXED_KINDS[:-1], {**PLAN, **FIXED, "late": late}) as visits:
         visits.weather(3.0)
         visits.check()
 
@@ -254,6 +311,16 @@ def test_long_storms_count_each_sample_once(tmp_path: Path) -> None:
             visits.weather(rest_s, CREWS * max(round(rest_s / 60), 1), pause_s=2.0)
             visits.check()
         seed += 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(60 * SOAK_MINUTES + 900)
+@pytest.mark.parametrize("late", ["drop", "carry"])
+def test_a_quorum_in_a_long_storm_counts_each_sample_once(tmp_path: Path, late: str) -> None:
+    plan = {**LONG_PLAN, **LONG_FIXED, "late": late}
+    with visiting(tmp_path, 300, FIXED_KINDS, plan) as visits:
+        visits.weather(60 * SOAK_MINUTES, pause_s=2.0)
+        visits.check()
 
 
 @pytest.mark.soak

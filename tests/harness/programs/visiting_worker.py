@@ -7,9 +7,12 @@ are in chunks of different shards. A gradient has -1 at those of its batch. Elas
 a rule that moves an element by 1 where it has a gradient, whatever the others give: a member that
 gives nothing in a step counts in the rate of `reference_count`.
 
+A fixed crew has `worker_count` in place of those fields of `Elastic`.
+
 PLAN: `length`, `batch_size`, `epochs`, `copies`, fields of `Elastic`, `min_contributors`,
-`grace_s`, `late`, `pause_s` between two steps, `same_host`. It prints a line a step, and ends once
-all have counted.
+`grace_s`, `late`, `pause_s` between two steps, `same_host`, `keeps_state`: an object that counts
+steps, whose count is the step in each. It prints a line a step, to stderr as
+well if the step has only a part of its gradient, and ends once all have counted.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ from harness.programs.commands import Program
 
 PATH = Path(__file__)
 SEED = 5
+IN_PART = "counted in part"
 _ELASTIC = ("min_count", "max_count", "member_return_s", "member_lease_s", "reference_count")
 _OPTIONS = ("min_contributors", "grace_s", "late")
 
@@ -43,11 +48,17 @@ def opened(client: shardwell.Client, plan: dict[str, Any]) -> shardwell.Paramete
         size=plan["copies"] * plan["epochs"] * plan["length"],
         optimizer=shardwell.SGD(1.0) if exact else SIGN,
         codec="fp32",
-        members=shardwell.Elastic(**{name: plan[name] for name in _ELASTIC if name in plan}),
+        **_crew(plan),
         **{name: plan[name] for name in _OPTIONS if name in plan},
     )
     net.init(np.zeros(net.size, np.float32))
     return net
+
+
+def _crew(plan: dict[str, Any]) -> dict[str, Any]:
+    if "worker_count" in plan:
+        return {"worker_count": plan["worker_count"]}
+    return {"members": shardwell.Elastic(**{n: plan[n] for n in _ELASTIC if n in plan})}
 
 
 def samples_of(plan: dict[str, Any]) -> shardwell.Samples:
@@ -56,10 +67,25 @@ def samples_of(plan: dict[str, Any]) -> shardwell.Samples:
 
 
 def gradient_of(plan: dict[str, Any], batch: shardwell.Batch) -> npt.NDArray[np.float32]:
-    """-1 at the elements of a batch's samples."""
+    """-1 at the elements of a batch's samples; a fixed crew's may be of two epochs."""
     found = np.zeros((plan["copies"], plan["epochs"], plan["length"]), np.float32)
-    found[:, batch.epoch, batch.indices] = -1.0
+    positions = np.concatenate([np.arange(*each) for each in batch.ranges])
+    found[:, positions // plan["length"], batch.indices] = -1.0
     return found.reshape(-1)
+
+
+def visited(net: shardwell.Parameter, plan: dict[str, Any]) -> Iterator[None]:
+    """Visits all that it is dealt, and says so after each step."""
+    progress = {"steps": 0}
+    if plan.get("keeps_state"):
+        net.keep_state({"progress": progress})
+    for batch in net.batches(samples_of(plan), epochs=plan["epochs"]):
+        net.exchange(gradient_of(plan, batch), batch=batch)
+        assert net.outcome is not None
+        if plan.get("keeps_state") and net.outcome.counted != "none":
+            assert progress["steps"] == net.outcome.step, (progress, net.outcome)
+        progress["steps"] += 1
+        yield
 
 
 class VisitingWorker(Program):
@@ -78,10 +104,11 @@ def main() -> None:
         target, worker_id=worker_id, timeout_s=40.0, same_host=plan.get("same_host", True)
     ) as client:
         net = opened(client, plan)
-        for batch in net.batches(samples_of(plan), epochs=plan["epochs"]):
-            net.exchange(gradient_of(plan, batch), batch=batch)
+        for _ in visited(net, plan):
             assert net.outcome is not None
             print(f"step {net.outcome.step} {net.outcome.counted}", flush=True)
+            if net.outcome.counted == "part":
+                print(IN_PART, file=sys.stderr, flush=True)
             time.sleep(plan.get("pause_s", 0.0))
 
 

@@ -56,3 +56,19 @@ def test_a_late_batch_counts_with_its_values_or_is_free(
     assert set(np.flatnonzero(weights)) == expected
     assert account.done_count + account.out_count == len(expected)
     assert not account.partial
+
+
+def test_what_no_step_takes_any_more_is_dealt_again(cluster: Any, connect: Any) -> None:
+    """The crew has no batch left when the gradient of the last one is late."""
+    running, samples = cluster(1), shardwell.Samples(4, 2, shuffle=False)
+    slow, fast = (opened(connect(running, name), "carry") for name in ("slow", "fast"))
+    dealt = {net: net.batches(samples, epochs=1) for net in (slow, fast)}
+    of_slow = next(dealt[slow])
+    for net in (fast, slow):
+        for batch in [of_slow] if net is slow else dealt[fast]:
+            gradient = np.zeros(SIZE)
+            gradient[batch.indices] = -1.0
+            net.exchange(gradient, batch=batch)
+    assert slow.outcome.counted == "none"
+    again = [next(dealt[slow]), next(fast.batches(samples, epochs=1))]
+    assert sorted(i for each in again for i in each.indices) == sorted(of_slow.indices)
