@@ -5,6 +5,21 @@ The model's tensors are dealt into fragments (placement/fragments.py), each a pa
 four moves on a fragment; schedule.py says when each is due; fragment.py has a fragment's state and
 the offer that is on its way. Here is the learner's loop.
 
+Samples and kept states are those of fragment 0: its offer names the batches of the inner steps
+since the one before, and a state of its step t is what the registered objects are behind its offer
+of t - 1. With `overlap`, and where the loop says at which place inner steps begin (`batches`, or
+`note_state`), that offer leaves there: when the loop has done what it does behind the inner step of
+the offer, such as a step of its schedule.
+
+At the end of the data (`await_free`) what was moved since the last offers is offered:
+
+    this learner has                     it                                  next
+    moves, or batches that did not count  offers and takes what is due        the same
+    neither; others of a fixed crew have  the same, with the weight 0         the same
+    neither; another elastic one has      leaves, and waits for it            batches, or the end
+    neither, nor has another              the end; of a fixed crew once all   -
+                                          fragments are at one step
+
 Invariants:
   - A gradient is offered for the outer step that this learner has not given, with the same values
     until it is taken, so it counts once, whatever was killed.
@@ -15,11 +30,12 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import math
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -41,6 +57,8 @@ from shardwell.outer.fragment import LearnerFragment, Offer
 from shardwell.outer.learner_state import checked_state
 from shardwell.outer.schedule import Schedule, due_fragment
 from shardwell.parameter.dealing import Batch
+from shardwell.parameter.feedback import Outcome
+from shardwell.parameter.kept_state import LearnerStates
 from shardwell.parameter.values import NamedArrays, TensorViews
 from shardwell.placement.fragments import STRIDED, Patterns, assignment_name, deal_fragments
 from shardwell.process.connected import Closing, Connected
@@ -55,6 +73,7 @@ from shardwell.specs.names import check_name, neighbour
 from shardwell.specs.optimizers import SGD, Average, Optimizer
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, CodecName, ParameterSpec
 from shardwell.specs.samples import Samples
+from shardwell.wire.state_tree import ArrayForm
 
 DEFAULT_CODEC: CodecName = "int8"
 OverdueName = Literal["wait", "later"]
@@ -192,6 +211,12 @@ class Outer(Connected, Closing):
         """Weights that a call of `after_step` had taken before it failed."""
         self._batches: list[Batch] = []
         """Batches of inner steps since the first fragment was offered."""
+        self._weights: Any = {}
+        """The dict that the caller trains on, as far as it has given it."""
+        self._says_begin = False
+        """True if the loop says at which place an inner step begins."""
+        self._noted_step: int | None = None
+        """The step of the offer behind which the loop may do more, before it goes on."""
         self._is_to_join = members is not None
         """True if this elastic learner may be no member of some fragments."""
         options: dict[str, Any] = {
@@ -360,8 +385,7 @@ class Outer(Connected, Closing):
             NotInitializedError: no learner has given first weights.
             ShardwellError: as `Parameter.get_weights`, and as `take`.
         """
-        self._fragments[0].parameter.give_back(self._batches)
-        self._batches = []
+        self.give_back()
         for fragment, offer in self._open_offers:
             try:
                 self._awaited(fragment, offer)
@@ -373,7 +397,9 @@ class Outer(Connected, Closing):
             fragment.image, fragment.sample_count = image, 0
         self._unreturned = {}
         self._position = 0
-        return self.image()
+        self._weights = self.image()
+        found: NamedArrays = self._weights
+        return found
 
     def image(self) -> NamedArrays:
         """The weights that all learners share, as this one has taken them last; copies.
@@ -396,20 +422,114 @@ class Outer(Connected, Closing):
         lost is dealt again; and where shards had lost one that comes back, it gives up what it has
         moved since its last offer, for others have these samples by then.
 
+        At the end it offers what was moved since, and puts what it takes into the dict of weights
+        that `after_step` got last, or `init` returned. A batch that no `after_step` gets is dealt
+        again then.
+
         Args:
             samples: See `Parameter.batches`, as for `epochs`.
             epochs: Times that each sample is to count in all. Default: no end.
+
+        Raises:
+            ShardwellError: as `Parameter.batches` and `take`.
         """
-        return self._fragments[0].parameter.batches(
-            samples, epochs=epochs, timeout_s=self._timeout_s
-        )
+        return self._dealt(samples, samples.limit_of(epochs))
+
+    def _dealt(self, samples: Samples, limit: int) -> Iterator[Batch]:
+        while True:
+            self.note_state()
+            batch = self.next_batch(samples, limit)
+            if batch is not None:
+                yield batch
+            elif not self.await_free(samples, limit):
+                return
+
+    def next_batch(self, samples: Samples, limit: int) -> Batch | None:
+        """Returns the next batch that begins below a position; see `Parameter.next_batch`."""
+        return self._fragments[0].parameter.next_batch(samples, limit, timeout_s=self._timeout_s)
+
+    def put_back(self, batches: Sequence[Batch]) -> None:
+        """Makes batches of `next_batch` the next ones again; see `Parameter.put_back`."""
+        self._fragments[0].parameter.put_back(batches)
+
+    def give_back(self, batches: Sequence[Batch] | None = None) -> None:
+        """Gives back batches whose moves are given up; None: those since the last offer."""
+        if batches is None:
+            batches, self._batches = self._batches, []
+        self._fragments[0].parameter.give_back(batches)
+
+    @property
+    def samples_done(self) -> int:
+        """The lowest position that had not counted at the last deal."""
+        return self._fragments[0].parameter.samples_done
+
+    def await_free(
+        self,
+        samples: Samples,
+        limit: int,
+        *,
+        weights: MutableMapping[str, Any] | None = None,
+    ) -> bool:
+        """Ends what `next_batch` has dealt below a position, as `batches` does at its end.
+
+        Args:
+            samples: See `batches`.
+            limit: See `next_batch`, which has returned None.
+            weights: The local weights, and where to put what is taken; default: as of `batches`.
+
+        Returns:
+            True: there are more, of a lost learner. False: all have counted.
+        """
+        parameter = self._fragments[0].parameter
+        weights = self._weights if weights is None else weights
+        if not isinstance(weights, MutableMapping):
+            raise ArgumentError(
+                f"{self.name!r}: the end of batches() puts what it takes into the weights that "
+                f"after_step got, and a {type(weights).__name__} can't be written to; pass a dict"
+            )
+        is_fixed = self.spec.members is None
+        while True:
+            while self._has_work or (is_fixed and len({each.step for each in self._fragments}) > 1):
+                self._make_round(weights)
+            parameter.give_back_taken()
+            if not is_fixed:
+                break
+            batch = parameter.next_batch(samples, limit, timeout_s=self._timeout_s)
+            if batch is not None:
+                parameter.put_back([batch])
+                return True
+            if not parameter.others_have_samples:
+                return False
+            self._make_round(weights)  # they wait for it
+        if not parameter.others_have_samples:
+            return False
+        self.leave()
+        is_free = parameter.await_free(samples, limit, timeout_s=self._timeout_s)
+        self._refresh(weights, weights)
+        return is_free
+
+    @property
+    def _has_work(self) -> bool:
+        is_moved = any(each.sample_count or each.offer is not None for each in self._fragments)
+        return is_moved or bool(self._batches) or self._fragments[0].parameter.carries_samples
+
+    def _make_round(self, weights: MutableMapping[str, Any]) -> None:
+        """Takes what is offered, and offers and takes the fragment that is due."""
+        for fragment, offer in self._open_offers:
+            self._take(fragment, offer, weights, weights, refreshes=True)
+        due = self._fragments[due_fragment([each.step for each in self._fragments])]
+        # Batches between an offer and its take count, whatever alpha leaves of their moves.
+        least = int(bool(self._batches) and not due.index)
+        self._offer(due, weights, max(due.sample_count, least), is_held=False)
+        assert due.offer is not None
+        self._take(due, due.offer, weights, weights, refreshes=True)
 
     def after_step(
         self,
         weights: Mapping[str, Any],
         sample_count: int | None = None,
         *,
-        batch: Batch | None = None,
+        batch: Batch | Sequence[Batch] = (),
         into: MutableMapping[str, Any] | None = None,
     ) -> NamedArrays:
         """Counts an inner step, and offers and takes what is due after it.
@@ -419,7 +539,7 @@ class Outer(Connected, Closing):
             sample_count: What the step was trained on, in any unit that all learners share; an
                 offer weighs as much as was trained on since its fragment was taken. Default: the
                 samples of `batch`, or 1.
-            batch: What `batches` has yielded for the step.
+            batch: What `batches` has yielded for the step, or several of it.
             into: Gets the tensors that changed, by `update`, at the moment that they are taken:
                 whatever ends the call, such as Ctrl-C. Default: they are returned.
 
@@ -435,11 +555,12 @@ class Outer(Connected, Closing):
             ShardwellError: as `Parameter.exchange`.
         """
         self._begun_images()
+        batches = (batch,) if isinstance(batch, Batch) else tuple(batch)
         if sample_count is None:
-            sample_count = 1 if batch is None else len(batch)
+            sample_count = sum(map(len, batches)) if batches else 1
         count = check_integer("sample_count", sample_count, 0, STEP_MAX)
-        if batch is not None:
-            self._batches.append(batch)
+        self._batches += batches
+        self._weights = weights if into is None else into
         self.inner_step += 1
         self._position += 1
         self._sample_count += count
@@ -507,7 +628,12 @@ class Outer(Connected, Closing):
         self._offer(found, weights, sample_count)
 
     def _offer(
-        self, fragment: LearnerFragment, weights: Mapping[str, Any], sample_count: int | None = None
+        self,
+        fragment: LearnerFragment,
+        weights: Mapping[str, Any],
+        sample_count: int | None = None,
+        *,
+        is_held: bool | None = None,
     ) -> None:
         if sample_count is None:
             sample_count = fragment.sample_count if self.inner_step else 1
@@ -522,15 +648,23 @@ class Outer(Connected, Closing):
         offer = Offer(fragment.moved(weights), count, fragment.step, due)
         self._join(fragment)
         if not fragment.index:
+            self._states.note_offer(offer.step)
+            self._noted_step = offer.step if self._states.kept is not None else None
             offer.batches, self._batches = self._batches, []
+            if is_held is None:
+                is_kept = self._noted_step is not None
+                is_held = is_kept and self._says_begin and self.schedule.overlap > 0
         fragment.offer = offer  # before it leaves: it counts, whatever ends this call
+        self.offered_count += 1
+        if is_held:  # until the next inner step begins, or it is due
+            return
         try:
             fragment.send(offer, self._timeout_s)
         except ShardwellError:
             fragment.offer = None
+            self.offered_count -= 1
             self._batches = [*offer.batches, *self._batches]
             raise
-        self.offered_count += 1
 
     def _join(self, offered: LearnerFragment) -> None:
         """Makes an elastic learner that begins to offer a member of the other fragments, too.
@@ -581,6 +715,8 @@ class Outer(Connected, Closing):
         image = self._awaited(fragment, offer)
         parameter, outcome = fragment.parameter, fragment.parameter.outcome
         assert outcome is not None
+        if offer.batches and not self.spec.has_open_sets:
+            outcome = _without_repeats(outcome)
         taken = mixing.take(outcome, offer.step, offer.sample_count + offer.since_count)
         alpha = self._alpha
         is_void = bool(offer.batches) and parameter.lost_batches
@@ -590,8 +726,11 @@ class Outer(Connected, Closing):
         changed.update(fragment.mixed(image, weights, alpha, taken.uncounted))
         if is_void:
             self._drop_moved(fragment, changed)
+            self._states.go_back()
         fragment.image = image
         fragment.step, fragment.version = parameter.next_step, parameter.version
+        if not fragment.index and (is_void or taken.uncounted):  # the state before is that of now
+            self._noted_step = None
         self._is_to_join |= bool(outcome.late) and self.spec.members is not None
         fragment.sample_count = taken.sample_count
         fragment.offer = None
@@ -678,6 +817,7 @@ class Outer(Connected, Closing):
             weights: The local weights by name; None: what they have moved is not kept.
         """
         self._begun_images()
+        self.note_state()  # as an offer that is held counts by itself
         fragments = [each.state(weights) for each in self._fragments]
         return {"name": self.name, "inner_step": self.inner_step, "fragments": fragments}
 
@@ -709,7 +849,77 @@ class Outer(Connected, Closing):
         for fragment, each in zip(self._fragments, saved, strict=True):
             weights.update(fragment.load(each, self._client.worker_id, self._timeout_s))
         self.inner_step = inner_step
+        self._weights = weights
         return weights
+
+    # What a program has beside the weights.
+
+    def keep_state(
+        self,
+        objects: Mapping[str, Any],
+        *,
+        forms: Sequence[ArrayForm] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        """Keeps objects beside the weights on the shards, and takes what is kept of them.
+
+            weights = outer.init(weights)
+            outer.keep_state({"noise": noise, "progress": progress})
+
+        A learner that is started again begins behind its last offer of fragment 0 that counted:
+        with the samples that were not in it, the newest weights, and the objects as they were
+        there. One that comes anew has the objects of another learner, and so has one that missed
+        outer steps while it was away; generators of random numbers are each learner's own.
+
+        The objects are taken as fragment 0 is offered, by `after_step`: so call that behind all
+        that an inner step does to them. A loop of `batches`, or one that calls `note_state` as an
+        inner step begins, may do more behind it.
+
+        Args:
+            objects: See `Parameter.keep_state`. Not large ones: an inner optimizer's state is the
+                learner's, as `state_dict` says.
+            forms: See there.
+            timeout_s: See `Client`.
+
+        Raises:
+            NotInitializedError: before `init`.
+            ArgumentError: an object can't be kept, or it refuses its state.
+            ShardwellError: as `Parameter.exchange`.
+
+        Examples:
+            >>> weights = {"kept": np.zeros(3, np.float32)}
+            >>> with shardwell.Outer(client, "kept", tensors=weights, fragments=1) as outer:
+            ...     weights = outer.init(weights)
+            ...     outer.keep_state({"progress": {"lucky": 7}})
+        """
+        self._begun_images()
+        self._fragments[0].parameter.keep_state(objects, forms=forms, timeout_s=timeout_s)
+
+    def note_state(self) -> None:
+        """Takes note that an inner step begins, for loops without `batches`.
+
+        If the last one has offered fragment 0, the objects of `keep_state` are taken as they are
+        now; and with `overlap` the offer leaves now, so that none counts without them. Without
+        `keep_state` it does nothing.
+
+        Raises:
+            ArgumentError: see `keep_state`.
+            ShardwellError: as `Parameter.exchange`.
+        """
+        self._says_begin = True
+        step, self._noted_step = self._noted_step, None
+        if step is None:
+            return
+        fragment, states = self._fragments[0], self._states
+        states.note_offer(step)
+        if fragment.offer is not None and fragment.offer.state == "made":
+            fragment.send(fragment.offer, self._timeout_s)
+        else:
+            states.start_sending()
+
+    @property
+    def _states(self) -> LearnerStates:
+        return self._fragments[0].parameter.learner_states
 
     # The end.
 
@@ -726,6 +936,10 @@ class Outer(Connected, Closing):
         """
         until_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         failure: ShardwellError | None = None
+        try:
+            self.note_state()  # so that an offer that is held leaves
+        except ShardwellError as error:
+            failure = error
         for each in self._fragments:
             rest_s = max(until_s - time.monotonic(), _LEAVE_S_MIN)
             try:
@@ -751,3 +965,14 @@ class Outer(Connected, Closing):
         """Ends this learner's calls, open offers among them; the family stays. Safe to repeat."""
         for each in self._fragments:
             each.parameter.close()
+
+
+def _without_repeats(outcome: Outcome) -> Outcome:
+    """Returns the outcome of an offer that chunk 0 counts, as if other chunks did.
+
+    Those have counted one of an earlier process of this learner, of a fixed crew, from which these
+    samples were dealt again.
+    """
+    if any(where.offset == 0 for where in outcome.superseded):  # chunk 0 has counted that, too
+        return outcome
+    return dataclasses.replace(outcome, superseded=())

@@ -223,7 +223,8 @@ class Dealing:
         """Puts dealt batches behind those that wait; False: there are none."""
         while True:
             if not self._is_settled:
-                step = self._next_step()
+                is_fragment = self._opening.spec.fragment is not None
+                step = STEP_MAX if is_fragment else self._next_step()  # a learner makes none again
                 self._remade = self._settle(self._opening.worker_id, 0, attempts, step)
                 self._is_settled = True
             found, over = self._asked(samples, limit, attempts, self._batch_count)
@@ -368,6 +369,12 @@ class Dealing:
                 if left := without(batch.ranges, rest):
                     self._owed.append(Owed(batch.data, batch.tenure, left, remade.step))
 
+    def give_back_taken(self) -> None:
+        """Ends the taken batches, of which no gradient will come."""
+        others = [*self._carried, *(batch for of in self._dealt.values() for batch in of)]
+        others_ids = set(map(id, others))
+        self.give_back([each for each in tuple(self._held.values()) if id(each) not in others_ids])
+
     def ended(self, batches: Sequence[Batch], outcome: Outcome, *, carries: bool) -> bool:
         """Ends the batches of a step, by what became of its gradient.
 
@@ -378,16 +385,20 @@ class Dealing:
             return True
         if self._remade.ranges and outcome.step == self._remade.step:
             self._end_remade(united(*(batch.ranges for batch in given)))
-        lost = [*outcome.late, *outcome.unknown]
-        if self._member is not None:  # else its earlier process had the same samples
-            lost += outcome.superseded
+        is_fragment, superseded = self._opening.spec.fragment is not None, outcome.superseded
+        is_superseded = any(where.offset == 0 for where in superseded)
+        if self._member is None and not (is_fragment and is_superseded):
+            superseded = ()  # its earlier process had the same samples
+        # A learner keeps its work of these, as late work.
+        late = [*outcome.late, *superseded] if is_fragment else outcome.late
+        lost = [*outcome.late, *outcome.unknown, *superseded]
         if not lost:
             for batch in given:
                 self._end(batch)
             self._split = set()
             return True
         is_counted = not any(where.offset == 0 for where in lost)
-        is_late = any(where.offset == 0 for where in outcome.late)
+        is_late = any(where.offset == 0 for where in late)
         is_partial = outcome.counted != "none" or bool(outcome.unknown)
         if self._member is None:  # an earlier process's, of the same samples, has counted there
             is_partial |= bool(outcome.superseded)

@@ -12,6 +12,18 @@ So where steps close without this worker, `at` falls behind its next step: the o
 state that others bring. Where it makes a step again, as its tenure was over and nothing of it had
 counted, `at` is ahead, and they take the state of that step again. Generators are each worker's
 own, and no other's state is put into them.
+
+A learner of outer training (`LearnerStates`) has a state of t from its offer of t - 1, and until
+the next one, whatever its inner steps do to the objects: an offer is where a learner begins that is
+started again. All are of fragment 0, whose offers count the samples.
+
+    at            event                                                next
+    any           `keep`: as the program registers them, or a `load`   t, captured, sent
+    offer of t    `note_offer`, before it leaves                       t + 1, captured, pending
+    t + 1,        `note_offer` as the loop has done what it does       t + 1, captured, pending
+    captured      behind the inner step of the offer
+    t + 1         chunk 0 has not counted the offer: it is late        the state before, of now
+    pending       the offer's call begins, or `send`                   sent
 """
 
 from __future__ import annotations
@@ -23,8 +35,10 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from shardwell.errors import ArgumentError, CorruptChunkError, LimitError
+from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
@@ -249,11 +263,10 @@ class KeptStates:
         if timeout_s is not None:
             check_timeout(timeout_s)
         spec = self._spec
-        if spec.mode != "sync" or spec.fragment is not None:
-            kind = "asynchronous" if spec.mode != "sync" else "outer"
+        if spec.mode != "sync":
             raise ArgumentError(
-                f"parameter {spec.name!r} has {kind} steps, and no state is kept of these; keep "
-                "one with a parameter of mode='sync', or with the program",
+                f"parameter {spec.name!r} has asynchronous steps, and no state is kept of these; "
+                "keep one with a parameter of mode='sync', or with the program",
                 parameter=spec.name,
             )
         home = self._shards.state_home
@@ -326,6 +339,11 @@ class KeptStates:
         if home is not None:
             home.kept = None
 
+    def note_end(self, outcome: Outcome, *, is_lost: bool) -> None:
+        """Takes note that a step has ended, and that its loop does what it does behind it."""
+        if self.kept is not None:
+            self.kept.at += 1
+
     def send_ahead(self, attempts: Attempts) -> None:
         """Has shard 0 keep the state of the next step, before a gradient of it leaves."""
         kept = self.kept
@@ -381,3 +399,81 @@ class KeptStates:
             return channel.call("KeepState", request, kind, timeout_s=bound_s, **opening.of)
 
         return attempts.run(ask)
+
+
+class LearnerStates(KeptStates):
+    """The states that a learner of outer training keeps, of fragment 0; `Outer` says when."""
+
+    _offered = _counted = b""
+    """The states behind the last offer, and behind the last that has counted."""
+
+    @override
+    def begin(
+        self, objects: Mapping[str, Any], forms: Sequence[ArrayForm], timeout_s: float | None
+    ) -> None:
+        spec = self._spec
+        assert spec.fragment is not None
+        if spec.fragment.index:
+            raise ArgumentError(
+                f"parameter {spec.name!r} is not fragment 0 of family {spec.fragment.family!r}, "
+                "whose offers a state is of; call keep_state of the Outer, or of the DiLoCo",
+                parameter=spec.name,
+            )
+        kept = KeptState(spec.fragment.family, self._next_step())
+        kept.add(spec.fragment.family, objects, forms)
+        found = self._found(kept, timeout_s)
+        if found is not None:
+            kept.load(found)
+        kept.capture(self._next_step(), {})  # from which a learner begins that never offered
+        assert kept.pending is not None
+        self._counted = self._offered = kept.pending[1]
+        self.kept = kept
+        self._calls.run(self.send, timeout_s)
+
+    def note_offer(self, step: int) -> None:
+        """Takes the objects as they are now as the state behind an offer of a step."""
+        if self.kept is not None:
+            self.kept.capture(step + 1, {})
+            _, self._offered = self.kept.pending or (0, b"")
+            if step < self._next_step():  # it has counted
+                self._counted = self._offered
+
+    def go_back(self) -> None:
+        """Puts the state behind the last offer that counted into the objects."""
+        if self.kept is not None:
+            self.kept.load(self.kept.read(self._counted, self._next_step(), is_own=True))
+
+    def start_sending(self) -> None:
+        """Has shard 0 keep what was captured last, in the background, behind an open offer."""
+        with contextlib.suppress(LimitError):  # it leaves with the next offer, else
+            self._calls.start(self.send, in_turn=True)
+
+    @override
+    def note(self) -> None:
+        """Does nothing: inner steps begin within the place that a state is of."""
+
+    @override
+    def note_end(self, outcome: Outcome, *, is_lost: bool) -> None:
+        """Goes back to the state before, if chunk 0 has not counted the samples of the offer.
+
+        The learner keeps their work. Where it is lost before the next offer, they are dealt again.
+        """
+        if is_lost or any(not where.offset for where in (*outcome.late, *outcome.superseded)):
+            if self.kept is not None:
+                self.kept.pending = self._next_step(), self._counted
+                self.start_sending()
+        else:
+            self._counted = self._offered
+
+    @override
+    def send_ahead(self, attempts: Attempts) -> None:
+        """Has shard 0 keep what was captured for an offer, before it leaves."""
+        self.send(attempts)
+
+    @override
+    def end(self, timeout_s: float | None) -> None:
+        """Keeps what was captured last: what inner steps did since is lost with them."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        if self.kept is not None and self.kept.pending is not None:
+            self._calls.run(self.send, timeout_s)

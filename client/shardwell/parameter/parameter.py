@@ -26,7 +26,7 @@ from shardwell.parameter.dealing import Batch, Dealing
 from shardwell.parameter.exchange import Gradient, ShardSlice, Transfer
 from shardwell.parameter.feedback import Feedback, Outcome
 from shardwell.parameter.first_weights import FirstWeights, GivenValues
-from shardwell.parameter.kept_state import KeptStates
+from shardwell.parameter.kept_state import KeptStates, LearnerStates
 from shardwell.parameter.open_exchange import OpenExchange
 from shardwell.parameter.opening import ParameterOpening
 from shardwell.parameter.reports import Reports
@@ -42,7 +42,7 @@ from shardwell.rpc.shard_status import SamplesStatus, ask_parameters
 from shardwell.specs.deadlines import check_timeout
 from shardwell.specs.learner import LearnerProgress
 from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
-from shardwell.specs.samples import POSITION_MAX, Samples
+from shardwell.specs.samples import Samples
 from shardwell.steps.handle import Handle
 from shardwell.steps.member import Member
 from shardwell.transport.stream_pool import IdleStreams, StreamPool
@@ -129,7 +129,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._is_in_step = False
         """True if a part of the next step may be counted, of an earlier process or failed call."""
         self._has_seat = False
-        self._states = KeptStates(spec, opening, self._calls, shards, next_step)
+        states = KeptStates if spec.fragment is None else LearnerStates
+        self._states = states(spec, opening, self._calls, shards, next_step)
         self._calls.run(self._open)
 
     def __repr__(self) -> str:
@@ -616,6 +617,12 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         """Ends `keep_state`, such as in the middle of what a loop does behind a step."""
         self._states.drop()
 
+    @property
+    def learner_states(self) -> LearnerStates:
+        """The states that `Outer` keeps of a family; of fragment 0."""
+        assert isinstance(self._states, LearnerStates)
+        return self._states
+
     # Samples.
 
     @property
@@ -672,12 +679,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
                 f"parameter {self.name!r} has mode='async', which keeps no account of samples; "
                 "open it with worker_count= or members="
             )
-        limit = POSITION_MAX
-        if epochs is not None:
-            limit = min(check_integer("epochs", epochs, 0, STEP_MAX) * samples.length, limit)
         if timeout_s is not None:
             check_timeout(timeout_s)
-        return self._batches(samples, limit, timeout_s)
+        return self._batches(samples, samples.limit_of(epochs), timeout_s)
 
     def _batches(self, samples: Samples, limit: int, timeout_s: float | None) -> Iterator[Batch]:
         while True:
@@ -710,19 +714,27 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
 
         if timeout_s is not None:
             check_timeout(timeout_s)
-        if self.spec.fragment is not None:  # whose learner offers what is left
-            return False
-        if self.spec.members is None and self._dealing.carries:
+        if self.spec.members is None and self._dealing.carries and self.spec.fragment is None:
             self._calls.run(self._drop_carried, timeout_s, in_turn=True)
             return True
-        is_elastic = self.spec.members is not None
-        if not (is_elastic and (self._dealing.out_count or self._dealing.carries)):
+        others_have_some = self._dealing.out_count or self._dealing.carries
+        if self.spec.members is None or not others_have_some:
             return False
         self.leave(timeout_s=timeout_s)  # and what it carries over is free again
         may_come: bool | None = None
         while may_come is None:
             may_come = self._calls.run(look, timeout_s)
         return may_come
+
+    @property
+    def others_have_samples(self) -> bool:
+        """True if other workers had samples when this one was dealt none last."""
+        return self._dealing.out_count > 0
+
+    @property
+    def carries_samples(self) -> bool:
+        """True if batches of a late gradient go with the next one."""
+        return self._dealing.carries
 
     def next_batch(
         self, samples: Samples, limit: int, *, timeout_s: float | None = None
@@ -764,6 +776,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         The shards learn of it with the next call that deals or gives.
         """
         self._dealing.give_back(batches)
+
+    def give_back_taken(self) -> None:
+        """Gives back all batches that the program has, and that go with no gradient so far."""
+        self._dealing.give_back_taken()
 
     def put_back(self, batches: Sequence[Batch]) -> None:
         """Makes batches that nothing was computed from the next ones that `next_batch` returns.
@@ -1046,10 +1062,11 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         Without `is_whole` values are read later, where they lie.
         """
         feedback, dealing = self._feedback, self._dealing
+        home = self._shards.state_home
         if self._states.kept is not None:
             self._states.send_ahead(attempts)
-        elif self._shards.state_home is not None:
-            self._shards.state_home.send(attempts)
+        if home is not None and home is not self._states:
+            home.send(attempts)
         batches = given = (batch,) if isinstance(batch, Batch) else tuple(batch)
         if dealing.is_used or batches:
             self.lost_batches = has_values and not dealing.admits(batches)
@@ -1119,10 +1136,10 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         if call.found_version is not None:
             self.version = call.found_version
         self.outcome, self.next_step = outcome, next_step
-        if self._states.kept is not None:
-            self._states.kept.at += 1  # once its loop has done what it does behind the step
         if call.work.samples is not None:
             self._end_batches(call.batches, outcome)
+        if self._states.kept is not None:
+            self._states.note_end(outcome, is_lost=self.lost_batches)
         self._is_in_step, self._tried = False, Tried()
 
     def _end_batches(self, batches: Sequence[Batch], outcome: Outcome) -> None:

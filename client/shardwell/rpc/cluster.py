@@ -112,7 +112,7 @@ class Shards:
 
     @property
     def handles(self) -> list[Any]:
-        """Those that are open, while other threads may open more."""
+        """The open ones, while other threads may open more."""
         found = [each() for each in self._handles.valuerefs()]  # which is one step of C
         return [each for each in found if each is not None]
 

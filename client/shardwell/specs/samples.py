@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from shardwell.errors import ArgumentError
 from shardwell.specs.checks import check_whole_number
@@ -50,3 +51,20 @@ class Samples:
         for what in ("shuffle", "drop_last"):
             if not isinstance(getattr(self, what), bool):
                 raise ArgumentError(f"{what} must be True or False; got {getattr(self, what)!r}")
+
+    def limit_of(self, epochs: int | None) -> int:
+        """Returns the position behind as many epochs; None: behind all.
+
+        Raises:
+            ArgumentError: epochs is no whole number from 0 on.
+
+        Examples:
+            >>> shardwell.Samples(1000).limit_of(3)
+            3000
+        """
+        if epochs is None:
+            return POSITION_MAX
+        is_number = isinstance(epochs, Integral) and not isinstance(epochs, bool)
+        count = int(epochs) if is_number else epochs
+        check_whole_number("epochs", count, 0, POSITION_MAX)
+        return min(count * self.length, POSITION_MAX)

@@ -10,7 +10,10 @@ their change would be sent as if it had been trained.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Self
 
@@ -18,8 +21,10 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from shardwell.checkpoint.format import Checkpoint
 from shardwell.client import Client
 from shardwell.errors import ArgumentError
+from shardwell.numerics.arguments import check_integer
 from shardwell.outer.outer import DEFAULT_CODEC, DEFAULT_OUTER, Outer, OverdueName
 from shardwell.parameter.values import NamedArrays
 from shardwell.placement.fragments import STRIDED, Patterns
@@ -27,9 +32,14 @@ from shardwell.process.connected import Connected
 from shardwell.specs.members import Elastic
 from shardwell.specs.optimizers import Optimizer
 from shardwell.specs.parameter import CodecName
+from shardwell.specs.samples import Samples
 from shardwell.torch.buffers import check_tensor
 from shardwell.torch.gradient_watch import BackwardWatch
+from shardwell.torch.loop.kept_objects import TensorForm, objects_of, schedules_of
+from shardwell.torch.loop.prepare import resume_training
+from shardwell.torch.loop.shares import SharedBatches, SharedLoader, batch_count, samples_of
 from shardwell.torch.mistakes import check_call, check_model, torch_optimizer
+from shardwell.torch.optimizer import save_open
 from shardwell.torch.plain_names import PlainNames
 from shardwell.torch.trained_model import TrainedModel, close_earlier
 
@@ -79,6 +89,18 @@ class DiLoCo(Connected):
         watches_model: Whether weights that something else than the optimizer has written to are an
             error. False: for a model whose weights are written on purpose, as by
             Embedding(max_norm=...), or clamped after each step; what that moves is trained, then.
+        loader: A plain DataLoader, as of `prepare`; the shards deal `DiLoCo.loader`, so that each
+            sample counts once an epoch, on all learners, with the offers. Offers weigh by its
+            samples. A learner that is started again is dealt what its last offer had not.
+        seed: See `prepare`.
+        schedule: A scheduler of torch's, or a list of them. The shards keep its state with each
+            offer, and so they do of the rates, the statistics of BatchNorm, and all that the next
+            two have: a learner that is started again has those of its last offer. See
+            `Outer.keep_state`.
+        scaler: A `torch.amp.GradScaler`.
+        state: More objects by name, see `prepare`; 1,000,000 bytes at most in all. The inner
+            optimizer may be one where its state is so small; it is not kept by itself.
+        resume: A checkpoint, see `prepare`.
         leave_on_sigterm: Whether SIGTERM, where the program has no handler of it, lets the step
             under way end, and then the program. Default: where the others go on without this
             learner.
@@ -129,18 +151,32 @@ class DiLoCo(Connected):
         overdue: OverdueName = "wait",
         samples_per_step: int = 1,
         watches_model: bool = True,
+        loader: Any = None,
+        seed: int = 0,
+        schedule: Any = None,
+        scaler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        resume: str | os.PathLike[str] | None = None,
         leave_on_sigterm: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
         check_model(model, _CALL)
+        check_integer("seed", seed, 0, 2**32 - 1)
+        whole = loader.whole if isinstance(loader, SharedLoader) else loader
+        samples = None if whole is None else samples_of(whole, seed)
         self.sample_count = samples_per_step
         """Samples of the next inner step; stays until it is set again."""
         self._watches_model = watches_model
+        self._zeroing: tuple[torch.optim.Optimizer, Callable[..., None]] | None = None
         names = PlainNames(model)
         tensors = _trained(names.of(model.named_parameters()))
         self._model = TrainedModel(model, names, tensors, "DiLoCo")
         self._optimizers = _optimizers(inner_optimizer, tensors)
         self._local = _LocalWeights(tensors)
+        schedules = schedules_of(schedule)
+        self._client = client
+        if resume is not None:
+            resume_training(client, resume, name, None if members else worker_count or 1)
         self.outer = Outer(
             client,
             name,
@@ -163,7 +199,17 @@ class DiLoCo(Connected):
         self._local.update(self.outer.init(self._local))
         self._close_earlier()
         self._backward = BackwardWatch(tensors.values())
-        hooks = []
+        self.loader: SharedLoader | None = None
+        """This learner's share of the data; None: no loader was given."""
+        if samples is not None:
+            self.loader = SharedLoader(whole, self._fed(samples))
+        kept = objects_of(
+            model, self._optimizers, schedules, scaler, {} if state is None else state
+        )
+        self._keeps_state = bool(kept)
+        if kept:
+            self.outer.keep_state(kept, forms=[TensorForm()])
+        hooks: list[Any] = []
         for optimizer in self._optimizers:
             hooks.append(optimizer.register_step_pre_hook(self._before))
             hooks.append(optimizer.register_step_post_hook(self._after))
@@ -238,11 +284,61 @@ class DiLoCo(Connected):
         self._unhook()
         self.outer.__exit__(*reason)
 
+    def save(self, path: str | os.PathLike[str], *, keep: int | None = None) -> Checkpoint:
+        """Saves all that the client has open: what `resume=` goes on with, on other shards.
+
+        That is each fragment with the outer optimizer's state, the account of samples, what is kept
+        of each learner, and whatever else the client trains. What learners have moved since their
+        last offers, and the states of their inner optimizers, are not in it. One learner calls it,
+        between two inner steps.
+
+        Args:
+            path: See `Client.save_checkpoint`.
+            keep: See there.
+
+        Raises:
+            ShardwellError: as `Client.save_checkpoint`.
+        """
+        return save_open(self._client, path, [self.outer.name], [self._model.model], keep=keep)
+
+    # The loader.
+
+    def _fed(self, samples: Samples) -> SharedBatches:
+        spec = self.outer.spec
+        is_fixed = spec.members is None
+        members = spec.members
+        worker_count = spec.worker_count if members is None else members.reference_count or 1
+        dealer = _Dealer(self)
+        batches = SharedBatches(
+            samples,
+            lambda: dealer,
+            functools.partial(batch_count, samples, worker_count, is_fixed),
+            is_counted=True,
+            take_last=dealer.reload,
+        )
+        batches.before_step = dealer.begin_step
+        self._backward.feed(batches)
+        self._watch_zero_grad(self._optimizers[0])
+        return batches
+
+    def _watch_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives batches back whose gradient is thrown away, as of a step that a scaler skipped."""
+        zero_grad, backward = optimizer.zero_grad, self._backward
+
+        def zero(*arguments: Any, **options: Any) -> None:
+            backward.give_back()
+            zero_grad(*arguments, **options)
+
+        optimizer.zero_grad = zero  # type: ignore[method-assign]
+        self._zeroing = optimizer, zero
+
     # Hooks of the optimizers.
 
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer is self._optimizers[0]:
             self._check_untouched()
+            if self._keeps_state:
+                self.outer.note_state()
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -255,7 +351,10 @@ class DiLoCo(Connected):
             self._local.note()  # what happens next may fail
             if self.outer.is_offer_due:
                 self._model.check()
-            self.outer.after_step(self._local, self.sample_count, into=self._local)
+            batches = self._backward.batches
+            self._backward.note_given(batches)
+            count = sum(map(len, batches)) if batches else self.sample_count
+            self.outer.after_step(self._local, count, batch=batches, into=self._local)
 
     def _check_untouched(self) -> None:
         for name, tensor in self._model.tensors.items():
@@ -283,6 +382,7 @@ class DiLoCo(Connected):
 
         def close(owner: DiLoCo) -> None:
             owner._unhook()
+            owner.outer.give_back()
             if owner.outer.name != self.outer.name:  # else its parameters are the same objects
                 owner.outer.close()
             _LOG.warning(
@@ -298,6 +398,38 @@ class DiLoCo(Connected):
     def _unhook(self) -> None:
         self._model.close()
         self._backward.close()
+        if self._zeroing is not None:
+            optimizer, zero = self._zeroing
+            if vars(optimizer).get("zero_grad") is zero:
+                del optimizer.zero_grad
+            self._zeroing = None
+
+
+class _Dealer:
+    """A dealer of the loader's batches: the family, whose last offers end the data."""
+
+    def __init__(self, training: DiLoCo) -> None:
+        self._outer = training.outer
+        self.next_batch, self.put_back = self._outer.next_batch, self._outer.put_back
+        self.give_back = self._outer.give_back
+        self._local, self._backward = training._local, training._backward
+        self._reload = weakref.WeakMethod(training.reload)
+
+    @property
+    def samples_done(self) -> int:
+        return self._outer.samples_done
+
+    def begin_step(self, has_made_steps: bool) -> None:
+        self._outer.note_state()
+
+    def await_free(self, samples: Samples, limit: int) -> bool:
+        self._backward.give_back()
+        return self._outer.await_free(samples, limit, weights=self._local)
+
+    def reload(self) -> None:
+        reload = self._reload()
+        if reload is not None:
+            reload()
 
 
 class _LocalWeights(MutableMapping[str, Any]):

@@ -54,11 +54,15 @@ class KnownOuter(shardwell.Outer):
 
     @override
     def _offer(
-        self, fragment: LearnerFragment, weights: Mapping[str, Any], sample_count: int | None = None
+        self,
+        fragment: LearnerFragment,
+        weights: Mapping[str, Any],
+        sample_count: int | None = None,
+        **options: Any,
     ) -> None:
         (name,) = fragment.layout.by_name
         moved = outer_gradient(self.worker_id, fragment.index, fragment.step).reshape(SHAPES[name])
-        super()._offer(fragment, {name: self.image()[name] - moved}, 1)
+        super()._offer(fragment, {name: self.image()[name] - moved}, 1, **options)
 
 
 class OuterWorker(Program):

@@ -57,9 +57,11 @@ MAKES_STEPS = {
     "all_reduce",
 }
 """Names of calls by which a loop is one of steps."""
-BATCHES = r"for \w+ in \w+\.batches\(.*\bepochs=(\d+)\):"
+BATCHES = r"for \w+ in (?:\w+\.batches\(.*\bepochs=|training\.loader\.epochs\()(\d+)\):"
 EPOCH_STEP_COUNT_MIN = 10
 """Of a loop of batches, however many workers there are."""
+EPOCH_OUTER_STEP_COUNT_MIN = 1
+"""The same of one that makes outer steps."""
 WHILE = r"while (?:\(\w+ := )?([\w.]+)\)? < (\d+):"
 
 
@@ -87,7 +89,9 @@ class TrainingProgram(NamedTuple):
     def step_count(self) -> int:
         """At which step it ends, or what it can't end before where its loop counts epochs."""
         if self.epoch_count:
-            return self.epoch_count * EPOCH_STEP_COUNT_MIN
+            is_outer = "DiLoCo(" in self.text
+            least = EPOCH_OUTER_STEP_COUNT_MIN if is_outer else EPOCH_STEP_COUNT_MIN
+            return self.epoch_count * least
         return max(int(loop.rpartition(",")[2]) for loop in self.loops if "," in loop)
 
 

@@ -1,10 +1,10 @@
-"""The objects that `prepare` keeps beside the weights: see `Parameter.keep_state`."""
+"""The objects that `prepare` and `DiLoCo` keep beside the weights: see `Parameter.keep_state`."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,9 +97,9 @@ class Buffers:
         if size <= _BUFFERS_SIZE_MAX_BYTES:
             return buffers
         _LOG.warning(
-            "prepare: the model's buffers have %d bytes, and %d are kept for a worker that is "
-            "started again: it goes on with those of the first worker; call "
-            "optimizer.average_buffers() before an evaluation",
+            "the model's buffers have %d bytes, and %d are kept for a worker that is started "
+            "again: with prepare it goes on with those of the first worker, so call "
+            "optimizer.average_buffers() before an evaluation; with DiLoCo with its own, anew",
             size,
             _BUFFERS_SIZE_MAX_BYTES,
         )
@@ -122,7 +122,7 @@ class Buffers:
 
 def objects_of(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     schedules: Iterable[Any],
     scaler: Any,
     state: Mapping[str, Any],
@@ -136,26 +136,32 @@ def objects_of(
         found["buffers"] = buffers
     if not found and not state:
         return {}
-    found["rates"] = Rates(optimizer)
+    found |= {f"rates{index or ''}": Rates(each) for index, each in enumerate(optimizers)}
     taken = found.keys() & state.keys()
     if taken:
         raise ArgumentError(
-            f"state has {min(taken)!r}, which prepare() gives to what it keeps by itself; call it "
-            "otherwise"
+            f"state has {min(taken)!r}, which this training keeps by itself; call it otherwise"
         )
     return {**found, **state}
 
 
 def attached(schedules: Any, plain: torch.optim.Optimizer, optimizer: Any) -> list[Any]:
     """Returns schedules, made those of the optimizer that steps in place of the plain one."""
-    listed = [] if schedules is None else schedules
+    listed = schedules_of(schedules)
+    for each in listed:
+        _attach(each, plain, optimizer)
+    return listed
+
+
+def schedules_of(given: Any) -> list[Any]:
+    """Returns what a program gives as `schedule=`, as a list."""
+    listed = [] if given is None else given
     listed = list(listed) if isinstance(listed, list | tuple) else [listed]
     for each in listed:
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise ArgumentError(
                 f"schedule must be a scheduler of torch, or a list of them; got {each!r:.100}"
             )
-        _attach(each, plain, optimizer)
     return listed
 
 

@@ -186,7 +186,7 @@ def prepare(
     batches = None if samples is None else _batches(stepper, samples, batches_per_step)
     if isinstance(stepper, ServerOptimizer):
         schedules = attached(schedule, optimizer, prepared)
-        kept = objects_of(model, prepared, schedules, scaler, {} if state is None else state)
+        kept = objects_of(model, [prepared], schedules, scaler, {} if state is None else state)
         _keep(stepper, kept, batches)
     shared = None if batches is None else SharedLoader(loader, batches)
     return Prepared(model, prepared, shared)
@@ -253,7 +253,9 @@ def _begin_step(of: weakref.ref[ServerOptimizer], has_made_steps: bool) -> None:
             raise SystemExit(EXIT_CODE)
 
 
-def _resume(client: Client, path: str | os.PathLike[str], name: str, crew: int | None) -> None:
+def resume_training(
+    client: Client, path: str | os.PathLike[str], name: str, crew: int | None
+) -> None:
     """Restores the newest checkpoint, unless the cluster has the training already."""
     launcher = known_launcher(os.environ)
     if crew is not None and launcher is not None and launcher.rank:
@@ -279,8 +281,8 @@ def _resume(client: Client, path: str | os.PathLike[str], name: str, crew: int |
         if names or tables:  # before that one, by which others see that all exists
             client.restore_checkpoint(found.path, names, tables, worker_count=crew)
         client.restore_checkpoint(found.path, [name], worker_count=crew)
-    except ArgumentError:  # another elastic worker was faster
-        if crew is not None or not _is_there(client, name):
+    except ArgumentError:  # another worker was faster, where no launcher says which is to
+        if (crew is not None and launcher is not None) or not _is_there(client, name):
             raise
 
 
@@ -335,7 +337,7 @@ def _prepared(
             "the cluster, and client.restore_checkpoint() brings back that of a checkpoint"
         )
     if resume is not None:
-        _resume(client, resume, str(options.get("name", _NAME)), crew)
+        resume_training(client, resume, str(options.get("name", _NAME)), crew)
     options = {name: given for name, given in options.items() if name != "clip_norm"}
     prepared = ServerOptimizer(
         model,

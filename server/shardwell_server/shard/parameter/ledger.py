@@ -560,9 +560,15 @@ class Ledger:
         return self._counted_by(Holder(worker_id, 0), step)
 
     def counts_below(self, limit: int, but: Holder) -> tuple[int, int]:
-        """Returns the counts of positions below `limit` that others have, and that are free."""
+        """Returns the counts of positions below `limit` that others have, and that are free.
+
+        In a fixed crew others have what is planned and has not counted.
+        """
         busy = [ranges for holder, ranges in self.out.items() if holder != but]
         busy += [each.ranges for each in self.open if each.holder != but]
+        if not self.leases:
+            planned = united(*(plan.ranges for plan in self.plans))
+            busy.append(without(planned, united(self.done, self.open_ranges, self.returned)))
         own = self.out.get(but, ()), *(each.ranges for each in self.open if each.holder == but)
         below: NumberRanges = ((0, limit),) if limit > 0 else ()
         out = united(*busy)

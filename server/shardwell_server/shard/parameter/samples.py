@@ -234,7 +234,9 @@ class Samples:
             else:
                 if not request.ranges:
                     ledger.begin_again(holder.worker_id, request.step)
-                again = ledger.counted_by(holder.worker_id, request.step)
+                again: NumberRanges = ()
+                if self._spec.fragment is None:  # a learner makes other moves, on other samples
+                    again = ledger.counted_by(holder.worker_id, request.step)
                 response.again.ranges.extend(flat(again))
                 wanted = [request.rank, rank[0]] if request.HasField("rank") else [rank[0]]
                 own_rank = ledger.rank_of(holder.worker_id, wanted, rank[1])
@@ -392,6 +394,16 @@ class Samples:
             for event, _ in made.values():
                 self._log(event)
             self._ledgers = {name: ledger for name, (_, ledger) in made.items()}
+
+    def has_counted(self, worker_id: str, step: int) -> bool:
+        """Returns True if a worker's samples are in a step of chunk 0."""
+        with self._lock:
+            counted = (
+                each
+                for ledger in self._ledgers.values()
+                for each in (*ledger.open, *ledger.steps.get(step, ()))
+            )
+            return any(each[0] == step and each.holder.worker_id == worker_id for each in counted)
 
     # Status.
 

@@ -403,7 +403,9 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         given = Given(request.worker_id, request.step, request.state)
         response = pb.KeepStateResponse()
         if request.stage == stages.STAGE_GET:
-            found = self.states.get(request.worker_id, request.step)
+            of_fragment = self.spec.fragment is not None
+            is_past = of_fragment and self.samples.has_counted(request.worker_id, request.step)
+            found = self.states.get(request.worker_id, request.step + is_past)
             if found is not None:
                 response = pb.KeepStateResponse(**found._asdict())
                 others = self._living() - {request.worker_id}
@@ -439,8 +441,12 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         return self.states.held(version)
 
     def states_of(self, held: Held, deadline: RequestDeadline) -> list[Given]:
-        """Returns a snapshot's states; its request waits for those of workers on their way."""
-        return self.states.whole(held, self._living(), deadline)
+        """Returns a snapshot's states; its request waits for those of workers on their way.
+
+        Learners have given theirs before the version came, or have missed its step.
+        """
+        awaited = self._living() if self.spec.fragment is None else ()
+        return self.states.whole(held, awaited, deadline)
 
     def _give_on(self, seat: ParameterSeat) -> None:
         self.sets.give_on(seat)

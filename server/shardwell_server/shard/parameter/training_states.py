@@ -11,6 +11,9 @@ state of t, or that of t - 1 if it was killed before it gave t's: it makes t - 1
     newest t, before s          power was lost, and steps from s on    asked for step s: s
     any                         others are newer, and there are many   none; seated workers last
 
+A learner of outer training gives that of t + 1 before its offer of t leaves, of fragment 0. It is
+its state of t + 1 once that offer has counted, and as long as it has not, that of t is.
+
 Snapshots of version V have of each worker the newest that is at most of V, while they are held.
 Invariants: an entry of t is in the log before any gradient of its worker counts in t. There are as
 many entries as `_count_max`, whatever ids clients give, and the bytes of all are in the quota.
@@ -147,8 +150,12 @@ class TrainingStates:
             own = self._at_most(worker_id, step)
             if own is not None and (own.step >= step or not self._spec.has_open_sets):
                 return own
-            newest = max((each.step for each in self._newest.values()), default=0)
-            of_step = [each for each in self._newest.values() if each.step == newest]
+            known: list[Given] = list(self._newest.values())
+            if self._spec.fragment is not None:  # whose learners give that of the next step ahead
+                found = (self._at_most(each, step) for each in self._newest)
+                known = [each for each in found if each is not None]
+            newest = max((each.step for each in known), default=0)
+            of_step = [each for each in known if each.step == newest]
             return min(of_step, key=lambda each: each.worker_id, default=own)
 
     def _at_most(self, worker_id: str, step: int) -> Given | None:

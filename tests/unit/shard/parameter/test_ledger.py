@@ -29,7 +29,7 @@ from shardwell.errors import ArgumentError, StorageError
 from shardwell.placement.ranges import NumberRanges, flat, paired, united
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
-from shardwell_server.shard.parameter.ledger import Dataset, Holder, Ledger, Way
+from shardwell_server.shard.parameter.ledger import Counted, Dataset, Holder, Ledger, Way
 from shardwell_server.shard.parameter.samples import Samples
 from shardwell_server.store.contract import ChunkRecord
 
@@ -812,6 +812,20 @@ def test_a_rank_that_begins_a_step_again_is_dealt_what_it_gave_back_in_it() -> N
         each.begin_again("w0", 4)
         assert not each.returned
     assert dealt(0) == first
+
+
+def test_others_of_a_fixed_crew_have_what_is_planned_and_has_not_counted() -> None:
+    data = Dataset(name=DATA, length=12, seed=0, shuffles=False)
+    ledger = Ledger(data, lambda _: None, leases=False)
+    own, other = Holder("w0", 0), Holder("w1", 0)
+    assert ledger.counts_below(12, own) == (0, 12)
+    (batch,) = ledger.planned(0, Way(2, 2, False), 1, 12, (), is_alone=False)
+    assert ledger.counts_below(12, own) == (12, 0)
+    ledger.count(Counted(0, 0, own, batch))
+    assert ledger.counts_below(12, own) == (10, 0)
+    assert ledger.counts_below(12, other) == (12, 0)
+    ledger.give_back(other, ((6, 8),))
+    assert ledger.counts_below(12, own) == (8, 2)
 
 
 def machine_of(kind: type[Any], holder: Holder) -> Any:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import shardwell
 from harness.data.sessions import stored_bytes
 from shardwell.errors import ArgumentError, LimitError, StorageError
+from shardwell.specs.fragments import Fragment
 from shardwell.specs.members import Elastic
 from shardwell.specs.parameter import STATE_SIZE_MAX_BYTES, ParameterSpec
 from shardwell_server.shard.deadline import NotYet, RequestDeadline
@@ -56,11 +57,13 @@ def states_in(
     is_elastic: bool = False,
     stored: OwnedBytes | None = None,
     seated: Collection[str] = (),
+    fragment: Fragment | None = None,
 ) -> TrainingStates:
     storage: Any = Storage(path)
     storage.is_torn = is_torn
     crew = {"worker_count": 64, "members": Elastic()} if is_elastic else {"worker_count": 3}
-    spec = ParameterSpec(name="net", size=4, optimizer=shardwell.SGD(0.1), **crew)
+    name = "net" if fragment is None else fragment.parameter
+    spec = ParameterSpec(name=name, size=4, optimizer=shardwell.SGD(0.1), fragment=fragment, **crew)
     found = TrainingStates(spec, storage, stored or stored_bytes(), lambda: seated)
     found.restore()
     return found
@@ -229,3 +232,18 @@ def test_a_call_that_comes_late_takes_no_newer_state_away(tmp_path: Path) -> Non
     assert states.get("w0", 6) == state("w0", 5)
     states.put(state("w0", 2), 3)  # power was lost, and steps with it
     assert states.get("w0", 3) == state("w0", 2)
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_a_learner_is_given_the_state_behind_the_offer_that_counted(
+    tmp_path: Path, is_elastic: bool
+) -> None:
+    fragment = Fragment(family="net", index=0, count=1, assignment="strided")
+    states = states_in(tmp_path / "log", is_elastic=is_elastic, fragment=fragment)
+    states.put(state("w0", 3))
+    states.put(state("w0", 4))  # ahead of its offer of step 3
+    assert states.get("w0", 3) == state("w0", 3)
+    assert states.get("w0", 4) == state("w0", 4)
+    assert states.get("w1", 3) == state("w0", 3)  # a newcomer, which that offer does not reach
+    states.put(state("w0", 4)._replace(state=b"late"))  # its offer was late: as it was before
+    assert states.get("w0", 4) == Given("w0", 4, b"late")
