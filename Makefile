@@ -21,6 +21,8 @@ BIN := $(VENV)/bin
 # Its code needs torch; its data, which is all that the demo reads, need nothing.
 PYKEEN := pykeen==1.11.1
 TORCH := torch==2.13.0+cpu
+# Of the tests of checkpoints in object stores, with a server of S3's protocol.
+STORES := obstore==0.12.1 moto[server]==5.2.5
 # Whose programs use ServerOptimizer.
 FRAMEWORKS := transformers==5.24.0 accelerate==1.15.0 lightning==2.6.6 expecttest==0.3.0
 # What depends on who computes and who carries: NumPy in place of native code, gRPC in place of shared memory.
@@ -109,6 +111,7 @@ frameworks: $(VENV)/.has-test
 	@$(INSTALL) $(TORCH) $(FRAMEWORKS) || \
 	  echo "no $(TORCH), or no $(FRAMEWORKS), for this Python here: the tests of shardwell.torch will be skipped"
 	@$(INSTALL) $(JAX) || echo "no $(JAX) for this Python here: the tests of shardwell.jax will be skipped"
+	@$(INSTALL) $(STORES) || echo "no $(STORES) here: the tests of checkpoints in object stores will be skipped"
 
 test-extras: frameworks $(VENV)/.has-lint
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "extras and not exhaustive" $(TESTS)

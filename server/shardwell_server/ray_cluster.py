@@ -37,7 +37,8 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from shardwell.checkpoint.steps import StepPaths
+from shardwell.checkpoint.steps import StepPaths, is_there
+from shardwell.checkpoint.stores import place_of
 from shardwell.client import connect
 from shardwell.connection.credentials import is_loopback
 from shardwell.connection.tls import Tls
@@ -220,7 +221,7 @@ class _Coordinator:
         if is_anything_held or len(lives) > 1:
             self._each("begin_anew", deadline_s, [(max(lives) + 1,)] * len(states))
             states = self._states(deadline_s)
-        if _is_there(self._checkpoint):
+        if is_there(self._checkpoint):
             target = ",".join(state.address for state in states)
             rest_s = max(deadline_s - time.monotonic(), 1.0)
             with connect(target, timeout_s=rest_s, connect_timeout_s=rest_s) as client:
@@ -414,8 +415,9 @@ def start_shards(
     if not bundle or min(bundle.values()) < 0:
         raise ArgumentError(f"a shard needs num_cpus, or resources, above 0; got {needs}")
     if checkpoint is not None:
-        checkpoint = local_path(checkpoint)
-        StepPaths.of(Path(os.path.abspath(checkpoint)))  # or says how `{step}` is meant
+        place = place_of(checkpoint)
+        StepPaths.of(place)  # or says how `{step}` is meant
+        checkpoint = str(place)
     deadline_s = time.monotonic() + timeout_s
     directories = [
         None if data_dir is None else Path(os.path.abspath(local_path(data_dir))) / f"shard-{index}"
@@ -468,9 +470,7 @@ def start_shards(
             for name, config, directory in zip(names, configs, directories, strict=True)
         ]
         coordinator = (
-            ray.remote(_Coordinator)
-            .options(num_cpus=0, max_restarts=-1)
-            .remote(names, None if checkpoint is None else os.path.abspath(checkpoint))
+            ray.remote(_Coordinator).options(num_cpus=0, max_restarts=-1).remote(names, checkpoint)
         )
         cluster = RayCluster(
             shards,
@@ -545,11 +545,6 @@ def _is_free(host: str, port: int, patience_s: float) -> bool:
         else:
             return True
         time.sleep(_POLL_S)
-
-
-def _is_there(checkpoint: str) -> bool:
-    steps = StepPaths.of(Path(checkpoint))
-    return Path(checkpoint).exists() if steps is None else bool(steps.steps())
 
 
 def _check_closed(config: ShardConfig) -> None:

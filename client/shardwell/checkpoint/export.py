@@ -27,7 +27,7 @@ from shardwell.checkpoint.cluster import Cluster
 from shardwell.checkpoint.directory import sync_directory, working_directory
 from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable, opened
 from shardwell.checkpoint.save import capture_all, table_specs
-from shardwell.checkpoint.steps import inspect_checkpoint
+from shardwell.checkpoint.steps import verified
 from shardwell.checkpoint.tensor_files import (
     WEIGHTS_NAME,
     Tensors,
@@ -261,7 +261,13 @@ def export_checkpoint(
             f"a model is exported to a file that ends in .safetensors; got {made.name}"
         )
     _check_free(made)
-    checkpoint = inspect_checkpoint(path, verify=True)
+    with verified(path) as (checkpoint, folder):
+        return _exported(checkpoint, folder, made, parameter)
+
+
+def _exported(
+    checkpoint: Checkpoint, folder: Path, made: Path, parameter: str | None
+) -> ModelExport:
     name = _only_name(checkpoint) if parameter is None else parameter
     entries = checkpoint.select([name])
     tensors = _tensors(name, entries)
@@ -274,7 +280,7 @@ def export_checkpoint(
     metadata = {"format": "pt", "parameter": name, "version": str(export.version)}
     with working_directory(made) as partial:
         with TensorsWriter(partial / made.name, tensors, metadata) as writer:
-            _write(checkpoint.path, entries, writer)
+            _write(folder, entries, writer)
             writer.finish()
         _give_name(partial / made.name, made)
     return export

@@ -17,10 +17,11 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from shardwell.checkpoint.stores import Place, StorePath
 from shardwell.checkpoint.tensor_files import (
     WEIGHTS_NAME,
     TensorsReader,
@@ -227,8 +228,8 @@ class Checkpoint:
         (2, 1)
     """
 
-    path: Path
-    """Its directory."""
+    path: Place
+    """Its directory; in an object store, what gives its URL as text."""
     cluster_id: str
     """The cluster that it was made of."""
     shard_count: int
@@ -308,6 +309,17 @@ class Checkpoint:
         Raises:
             StorageError: one is not; it is named.
         """
+        if isinstance(self.path, StorePath):
+            found_below = self.path.below()
+            for file in self._files():
+                size = found_below.get(file.path, {"size": -1})["size"]
+                if size != file.size_bytes:
+                    raise StorageError(
+                        f"{self.path / file.path} "
+                        f"{'is not there' if size < 0 else f'has {size} bytes'}; expected an "
+                        f"object of {file.size_bytes}; take another copy of the checkpoint"
+                    )
+            return
         for entry in entries_of(self):
             for file in files_of(entry):
                 path = self.path / file.path
@@ -331,15 +343,21 @@ class Checkpoint:
         """
         for file in self._files():
             path = self.path / file.path
-            found = crc_of(path)
-            if found != file.crc32c:
-                raise StorageError(
-                    f"{path} was damaged: CRC32C {found:#010x}, expected {file.crc32c:#010x}; "
-                    "take another copy of the checkpoint"
-                )
+            check_crc(
+                path, path.crc() if isinstance(path, StorePath) else crc_of(path), file.crc32c
+            )
 
     def _files(self) -> list[SliceFile | RowsFile | StateFile]:
         return [file for each in entries_of(self) for file in files_of(each)]
+
+
+def check_crc(path: Place, found: int, expected: int) -> None:
+    """Refuses a file whose CRC32C is not that of its manifest."""
+    if found != expected:
+        raise StorageError(
+            f"{path} was damaged: CRC32C {found:#010x}, expected {expected:#010x}; take another "
+            "copy of the checkpoint"
+        )
 
 
 def entries_of(checkpoint: Checkpoint) -> list[Entry]:
@@ -355,6 +373,18 @@ def states_of(entry: Entry) -> tuple[StateFile, ...]:
 def files_of(entry: Entry) -> tuple[Any, ...]:
     """All files of an entry."""
     return (*entry.files, *states_of(entry))
+
+
+def below(folder: str, entry: EntryT) -> EntryT:
+    """Returns an entry whose files are in a folder of the checkpoint; "": where they are."""
+    if not folder:
+        return entry
+    moved: dict[str, Any] = {
+        "files": tuple(replace(each, path=f"{folder}/{each.path}") for each in entry.files)
+    }
+    if isinstance(entry, CheckpointParameter):
+        moved["states"] = tuple(replace(e, path=f"{folder}/{e.path}") for e in entry.states)
+    return replace(entry, **moved)
 
 
 def state_path(number: int, name: str, index: int) -> str:

@@ -51,6 +51,7 @@ from shardwell.checkpoint.format import (
     StateFile,
     states_of,
 )
+from shardwell.checkpoint.stores import MANIFEST_NAME, Place, StorePath
 from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.numerics.arguments import check_integer
@@ -61,7 +62,6 @@ from shardwell.specs.optimizers import check_learning_rate
 from shardwell.specs.parameter import STEP_MAX, ParameterSpec
 from shardwell.specs.table import ROW_COUNT_MAX, TableSpec
 
-MANIFEST_NAME = "manifest.json"
 _FORMAT = "shardwell-checkpoint"
 _SIZE_MAX_BYTES = 2**28
 """Most bytes of a manifest: a million files."""
@@ -149,28 +149,19 @@ def _file_json(file: Any) -> dict[str, Any]:
     }
 
 
-def read_checkpoint(directory: Path, *, verify: bool = False) -> Checkpoint:
-    """Reads the checkpoint of one directory, as `inspect_checkpoint` does."""
-    checkpoint = read_manifest(directory)
+def read_checkpoint(place: Place, *, verify: bool = False) -> Checkpoint:
+    """Reads the checkpoint of one place, as `inspect_checkpoint` does."""
+    checkpoint = read_manifest(place)
     checkpoint.check_files()
     if verify:
         checkpoint.verify()
     return checkpoint
 
 
-def read_manifest(directory: Path) -> Checkpoint:
+def read_manifest(place: Place, name: str = MANIFEST_NAME) -> Checkpoint:
     """Reads a checkpoint's manifest; its files are not looked at."""
-    path = directory / MANIFEST_NAME
-    try:
-        with path.open("rb") as file:
-            data = file.read(_SIZE_MAX_BYTES + 1)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise StorageError(
-            f"{path.parent} is no checkpoint: reading {path} failed: {error.strerror}; give the "
-            "directory that a save made, or of several the newest: 'ckpt/{step}'"
-        ) from None
-    except OSError as error:
-        raise file_error(path, error, "reading it") from None
+    path = place / name
+    data = _content(path)
     found = _CRC.search(data, 0, 64)
     try:
         if len(data) > _SIZE_MAX_BYTES:
@@ -185,16 +176,36 @@ def read_manifest(directory: Path) -> Checkpoint:
     if found is None or found[1] != f"{crc32.iscsi(blank):08x}".encode():
         raise StorageError(f"{path} was damaged: its CRC32C is not what it says; take another copy")
     try:
-        return _checkpoint(path.parent, fields)
+        return _checkpoint(place, fields)
     except (ValueError, TypeError, KeyError, json_format.ParseError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise StorageError(f"{path} can't be used: {reason}") from None
 
 
+def _content(path: Place) -> bytes:
+    data, why = None, "there is no such object"
+    try:
+        if isinstance(path, StorePath):
+            data = path.read(_SIZE_MAX_BYTES)
+        else:
+            with path.open("rb") as file:
+                data = file.read(_SIZE_MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        why = str(error.strerror)
+    except OSError as error:
+        raise file_error(Path(path), error, "reading it") from None
+    if data is None:
+        raise StorageError(
+            f"{path.parent} is no checkpoint: reading {path} failed: {why}; give the directory "
+            "that a save made, or of several the newest: 'ckpt/{step}'"
+        )
+    return data
+
+
 # Below, whatever is wrong is a ValueError, TypeError, KeyError or ParseError.
 
 
-def _checkpoint(path: Path, fields: dict[str, Any]) -> Checkpoint:
+def _checkpoint(path: Place, fields: dict[str, Any]) -> Checkpoint:
     entries = {
         what: tuple(
             _entry(each, what) for each in _typed({"tables": [], **fields}, f"{what}s", list)

@@ -35,7 +35,8 @@ from shardwell.checkpoint.format import (
     opened,
 )
 from shardwell.checkpoint.save import chosen_names
-from shardwell.checkpoint.steps import inspect_checkpoint
+from shardwell.checkpoint.steps import verified
+from shardwell.checkpoint.stores import Place
 from shardwell.checkpoint.tensor_files import TensorsReader, read_bytes, read_rows
 from shardwell.errors import (
     ArgumentError,
@@ -78,7 +79,20 @@ def restore(
 ) -> Checkpoint:
     """Restores a checkpoint, as `Client.restore_checkpoint` says."""
     parameters, tables = chosen_names(parameters, tables)
-    checkpoint = inspect_checkpoint(path, verify=True)
+    with verified(path) as (checkpoint, folder):
+        _restore(cluster, checkpoint, folder, (parameters, tables), names, worker_count)
+    return checkpoint
+
+
+def _restore(
+    cluster: Cluster,
+    checkpoint: Checkpoint,
+    folder: Path,
+    chosen: tuple[Sequence[str] | None, Sequence[str] | None],
+    names: Mapping[str, str] | None,
+    worker_count: int | None,
+) -> None:
+    parameters, tables = chosen
     every = _under_names(
         checkpoint.path,
         [*checkpoint.select(parameters), *checkpoint.select_tables(tables)],
@@ -105,16 +119,15 @@ def restore(
     with_values = [each for each in entries if not isinstance(each.spec.optimizer, Average)]
     for each in entries:
         if each not in with_values:  # its steps are counted from 0 anew
-            states = [(name, 0, state) for name, _, state in _states_of(checkpoint.path, each)]
+            states = [(name, 0, state) for name, _, state in _states_of(folder, each)]
             attempts = cluster.attempts.beside()
             shard = cluster.channels[0]
             load = partial(load_beside, each.name, shard, _account_of(each), states, 0, attempts)
             attempts.run(load)
     for batch in batches(with_values, lambda each: 4 * each.size * len(each.tensor_names)):
-        ask_all(batch, lambda each: _restore_parameter(cluster, checkpoint.path, specs, each))
+        ask_all(batch, lambda each: _restore_parameter(cluster, folder, specs, each))
     for tables_of in batches(unfinished, lambda each: sum(file.size_bytes for file in each.files)):
-        ask_all(tables_of, lambda each: _restore_table(cluster, checkpoint.path, each))
-    return checkpoint
+        ask_all(tables_of, lambda each: _restore_table(cluster, folder, each))
 
 
 def _called(entry: Entry) -> tuple[str, str]:
@@ -125,7 +138,7 @@ def _called(entry: Entry) -> tuple[str, str]:
     return ("parameter", entry.name) if fragment is None else ("family", fragment.family)
 
 
-def _under_names(path: Path, entries: Sequence[Entry], names: Mapping[str, str]) -> list[Entry]:
+def _under_names(path: Place, entries: Sequence[Entry], names: Mapping[str, str]) -> list[Entry]:
     if not isinstance(names, Mapping):
         raise ArgumentError(f'names must be a dict, as {{"old": "new"}}; got {names!r:.140}')
     for old, new in names.items():

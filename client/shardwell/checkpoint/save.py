@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from shardwell.checkpoint.capture import Capture, ParameterCapture, TableCapture
 from shardwell.checkpoint.cluster import Cluster, Contents
 from shardwell.checkpoint.directory import whole_directory
-from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable
+from shardwell.checkpoint.format import Checkpoint, CheckpointParameter, CheckpointTable, below
 from shardwell.checkpoint.manifest import write_manifest
 from shardwell.checkpoint.steps import StepPaths
+from shardwell.checkpoint.stores import (
+    MANIFEST_NAME,
+    Place,
+    StorePath,
+    place_of,
+    whole_objects,
+)
 from shardwell.errors import (
     ArgumentError,
     DivergedError,
@@ -22,7 +31,6 @@ from shardwell.errors import (
     UnknownTableError,
 )
 from shardwell.numerics.arguments import check_integer
-from shardwell.process.local_paths import local_path
 from shardwell.specs.fragments import Family, first_fragment, grouped
 from shardwell.specs.parameter import ParameterSpec
 from shardwell.specs.table import TableSpec
@@ -39,7 +47,7 @@ def save(
 ) -> Checkpoint:
     """Saves a checkpoint, as `Client.save_checkpoint` says."""
     parameters, tables = chosen_names(parameters, tables)
-    target = Path(os.path.abspath(local_path(path)))
+    target = place_of(path)
     steps = StepPaths.of(target)
     if keep is not None:
         check_integer("keep", keep, 1, 2**31)
@@ -49,20 +57,22 @@ def save(
             )
     same: Checkpoint | None = None
 
-    def becomes() -> Path | None:
+    def becomes() -> Any:
         nonlocal same
         same = None if steps is None else steps.make_way(checkpoint)
         return target if same is None else None
 
     try:
-        with whole_directory(target, becomes) as making:
+        with _making(target, becomes) as (making, folder):
             contents = cluster.contents()
             entries, table_entries = capture_all(
                 cluster,
                 contents,
                 [*_parameter_specs(contents, parameters), *table_specs(contents, tables)],
-                making,
+                making / folder,
             )
+            entries = [below(folder, each) for each in entries]
+            table_entries = [below(folder, each) for each in table_entries]
             versions = [each.version_max for each in entries]
             step = max(versions + [each.version_max for each in table_entries], default=0)
             if steps is not None:
@@ -87,6 +97,21 @@ def save(
     if steps is not None and keep is not None:
         steps.prune(keep, step)
     return same or checkpoint
+
+
+def _making(target: Place, becomes: Callable[[], Any]) -> AbstractContextManager[tuple[Path, str]]:
+    """Gives a directory to make a checkpoint in, and the one in it that its files are in."""
+    if isinstance(target, StorePath):
+        if (target / MANIFEST_NAME).exists():
+            raise ArgumentError(f"{target} exists already; remove it, or give another name")
+        return whole_objects(becomes)
+    return _in_directory(target, becomes)
+
+
+@contextlib.contextmanager
+def _in_directory(target: Path, becomes: Callable[[], Any]) -> Iterator[tuple[Path, str]]:
+    with whole_directory(target, becomes) as making:
+        yield making, ""
 
 
 def capture_all(

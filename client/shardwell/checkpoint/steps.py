@@ -8,18 +8,34 @@ checkpoint. Its manifest goes last: what a killed process leaves there still pro
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shardwell.checkpoint.directory import MARK_NAME, sync_directory
-from shardwell.checkpoint.format import Checkpoint, entries_of, files_of, load_id_of
-from shardwell.checkpoint.manifest import MANIFEST_NAME, read_checkpoint, read_manifest
+from shardwell.checkpoint.format import Checkpoint, check_crc, entries_of, files_of, load_id_of
+from shardwell.checkpoint.manifest import read_checkpoint, read_manifest
+from shardwell.checkpoint.stores import (
+    MANIFEST_NAME,
+    REMOVED_NAME,
+    Place,
+    StorePath,
+    is_half_removed,
+    place_of,
+    remove_abandoned,
+    remove_objects,
+)
 from shardwell.checkpoint.tensor_files import file_error
-from shardwell.errors import ArgumentError, StorageError
-from shardwell.process.local_paths import local_path
+from shardwell.errors import ArgumentError, ShardwellError, StorageError
+from shardwell.threads.asking import ask_all
 
 _LOG = logging.getLogger("shardwell")
 _FIELD = "{step}"
@@ -45,17 +61,64 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) ->
         >>> shardwell.inspect_checkpoint("inspected", verify=True).parameters[0].name
         'saved'
     """
-    directory = Path(os.path.abspath(local_path(path)))
-    steps = StepPaths.of(directory)
-    if steps is not None:
-        return steps.newest(verify=verify)
-    return read_checkpoint(directory, verify=verify)
+    return _read(place_of(path), partial(read_checkpoint, verify=verify))
+
+
+def _read(place: Place, read: Callable[[Place], Checkpoint]) -> Checkpoint:
+    steps = StepPaths.of(place)
+    return read(place) if steps is None else steps.newest(read)
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Returns True if there is a checkpoint, whole or not; with `{step}`, any."""
+    place = place_of(path)
+    steps = StepPaths.of(place)
+    return _stands(place) if steps is None else bool(steps.steps())
+
+
+def _stands(place: Place) -> bool:
+    if isinstance(place, StorePath):
+        return (place / MANIFEST_NAME).exists()
+    return os.path.lexists(place)
+
+
+@contextlib.contextmanager
+def verified(path: str | os.PathLike[str]) -> Iterator[tuple[Checkpoint, Path]]:
+    """Gives a checkpoint as `inspect_checkpoint` does, and a directory with its intact files.
+
+    Those of an object store are copied into a temporary one, for which there must be room.
+    """
+    place = place_of(path)
+    if isinstance(place, Path):
+        checkpoint = _read(place, partial(read_checkpoint, verify=True))
+        yield checkpoint, Path(checkpoint.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="shardwell-") as copied:
+        yield _read(place, partial(_fetched, Path(copied))), Path(copied)
+
+
+def _fetched(directory: Path, place: Place) -> Checkpoint:
+    checkpoint = read_checkpoint(place)
+    for left in directory.iterdir():  # of one that was damaged
+        shutil.rmtree(left)
+
+    def fetch(file: Any) -> None:
+        source: Any = checkpoint.path / file.path
+        check_crc(source, source.fetch(directory / file.path), file.crc32c)
+
+    try:
+        ask_all([file for entry in entries_of(checkpoint) for file in files_of(entry)], fetch)
+    except OSError as error:
+        if isinstance(error, ShardwellError):
+            raise
+        raise file_error(directory, error, f"copying {place} into it") from None
+    return checkpoint
 
 
 class StepPaths:
     """All checkpoints that match a path with `{step}`, which is once in its last part."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         if path.name.count(_FIELD) != 1 or _FIELD in str(path.parent):
             raise ArgumentError(
                 f"{_FIELD} must be once in a checkpoint's own name, as in 'ckpt/{_FIELD}'; got "
@@ -66,18 +129,18 @@ class StepPaths:
         self._name = re.compile(f"{before}(0|[1-9][0-9]*){after}")
 
     @staticmethod
-    def of(path: Path) -> StepPaths | None:
+    def of(path: Place) -> StepPaths | None:
         """The checkpoints of a path; None if it has no `{step}`."""
         for part in (path, *path.parents):
             slips = [each for each in _ANY_FIELD.findall(part.name) if each != _FIELD]
-            if slips and not part.exists():
+            if slips and not (isinstance(part, Path) and part.exists()):
                 raise ArgumentError(
                     f"a checkpoint's name has no field {slips[0]}: write {_FIELD} in place of "
                     f"{slips[0]}, or no braces; got {str(path)!r}"
                 )
         return StepPaths(path) if _FIELD in str(path) else None
 
-    def at(self, step: int) -> Path:
+    def at(self, step: int) -> Place:
         """The path of a step's checkpoint."""
         return self._path.with_name(self._path.name.replace(_FIELD, str(step)))
 
@@ -87,6 +150,8 @@ class StepPaths:
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def _beside(self) -> list[str]:
+        if isinstance(self._path, StorePath):
+            return self._path.parent.names()
         try:
             return os.listdir(self._path.parent)
         except FileNotFoundError:
@@ -94,12 +159,12 @@ class StepPaths:
         except OSError as error:
             raise file_error(self._path.parent, error, "reading it") from None
 
-    def newest(self, *, verify: bool = False) -> Checkpoint:
-        """The newest usable checkpoint; the log names newer ones that are damaged."""
+    def newest(self, read: Callable[[Place], Checkpoint] = read_checkpoint) -> Checkpoint:
+        """The newest that `read` takes; the log names newer ones that are damaged."""
         damaged: list[StorageError] = []
         for step in self.steps():
             try:
-                return read_checkpoint(self.at(step), verify=verify)
+                return read(self.at(step))
             except StorageError as error:
                 _LOG.warning("passed over a checkpoint that can't be used: %s", error.message)
                 damaged.append(error)
@@ -114,7 +179,7 @@ class StepPaths:
         Another checkpoint of that step is removed, whole or not. StorageError: the path has
         something that no save made, or it can't be removed.
         """
-        if not os.path.lexists(made.path):
+        if not _stands(made.path):
             return None
         try:
             here = read_checkpoint(made.path)
@@ -139,7 +204,7 @@ class StepPaths:
         """
         whole_count = 0
         try:
-            self._sweep()
+            self._sweep(newest)
             for step in self.steps():
                 if step > newest:
                     continue
@@ -154,8 +219,14 @@ class StepPaths:
         except StorageError as error:
             _LOG.warning("old checkpoints were not removed: %s", error.message)
 
-    def _sweep(self) -> None:
+    def _sweep(self, newest: int) -> None:
         """Removes what was being removed when its process was killed."""
+        made = self.at(newest)
+        if isinstance(made, StorePath):
+            now = (made / MANIFEST_NAME).modified_at
+            for step in self.steps():
+                _or_warn(partial(_sweep_objects, now), self.at(step))
+            return
         for name in self._beside():
             if name.endswith(_REMOVED_SUFFIX) and self._name.fullmatch(
                 name.removesuffix(_REMOVED_SUFFIX)
@@ -163,7 +234,19 @@ class StepPaths:
                 _or_warn(_finish_removal, self._path.with_name(name))
 
 
-def _or_warn(remove: Callable[[Path], None], path: Path) -> None:
+def _sweep_objects(now: datetime, place: StorePath) -> None:
+    if is_half_removed(place):
+        remove_objects(place, _names(read_manifest(place, REMOVED_NAME)))
+        return
+    is_whole = (place / MANIFEST_NAME).exists()
+    remove_abandoned(place, _names(read_manifest(place)) if is_whole else (), now)
+
+
+def _names(checkpoint: Checkpoint) -> list[str]:
+    return [file.path for entry in entries_of(checkpoint) for file in files_of(entry)]
+
+
+def _or_warn(remove: Callable[[Any], None], path: Place) -> None:
     try:
         remove(path)
     except StorageError as error:
@@ -181,8 +264,11 @@ def _own_checkpoint(path: Path) -> Checkpoint:
     return found
 
 
-def _remove_checkpoint(path: Path) -> None:
+def _remove_checkpoint(path: Place) -> None:
     """Removes a checkpoint; StorageError: it has something else in it, and nothing was removed."""
+    if isinstance(path, StorePath):
+        remove_objects(path, _names(read_manifest(path)))
+        return
     checkpoint = _own_checkpoint(path)
     gone = path.with_name(path.name + _REMOVED_SUFFIX)
     _finish_removal(gone)

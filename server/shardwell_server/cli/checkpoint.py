@@ -49,7 +49,7 @@ def _names_option(flag: str, what: str) -> Decorator:
     return option(flag, what, name=f"{flag.strip('-')}s", multiple=True, metavar="NAME")
 
 
-_DIRECTORY = click.argument("directory", type=GivenPath())
+_DIRECTORY = click.argument("directory", type=GivenPath(may_be_url=True))
 
 
 @checkpoint.command()
@@ -63,7 +63,7 @@ _DIRECTORY = click.argument("directory", type=GivenPath())
 @_cluster_options
 def save(
     *,
-    directory: Path,
+    directory: str | Path,
     target: str,
     parameters: tuple[str, ...],
     tables: tuple[str, ...],
@@ -113,7 +113,7 @@ def _names(
 @_cluster_options
 def restore(
     *,
-    directory: Path,
+    directory: str | Path,
     target: str,
     parameters: tuple[str, ...],
     tables: tuple[str, ...],
@@ -160,7 +160,7 @@ def restore(
 @_DIRECTORY
 @click.argument("file", type=GivenPath())
 @option("--parameter", "Or of a family; may be left out if there is one.", metavar="NAME")
-def export(*, directory: Path, file: Path, parameter: str | None) -> None:
+def export(*, directory: str | Path, file: Path, parameter: str | None) -> None:
     """Write weights of a parameter or family to FILE, a .safetensors; needs no cluster.
 
     Tensors have their names and shapes, so that torch's load_state_dict takes them. With {step} in
@@ -177,7 +177,7 @@ def export(*, directory: Path, file: Path, parameter: str | None) -> None:
 @checkpoint.command()
 @_DIRECTORY
 @option("--verify", "Read all files and compare their CRCs.", is_flag=True)
-def inspect(*, directory: Path, verify: bool) -> None:
+def inspect(*, directory: str | Path, verify: bool) -> None:
     """Show what DIRECTORY holds; needs no cluster.
 
     Exit code 1 if it is incomplete or damaged.

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import click
 
 import shardwell
+from shardwell.checkpoint.stores import StorePath, place_of
 from shardwell.client import TARGET_VARIABLE
 from shardwell.connection.credentials import Credentials
 from shardwell.errors import ArgumentError
@@ -41,16 +42,22 @@ def usage_errors() -> Iterator[None]:
 
 
 class GivenPath(click.Path):
-    """The type of all paths, see `local_path`. An empty one, of an unset variable, is refused."""
+    """The type of all paths, see `local_path`. An empty one, of an unset variable, is refused.
 
-    def __init__(self, *, file_okay: bool = True) -> None:
+    `may_be_url`: also that of an object store, as text.
+    """
+
+    def __init__(self, *, file_okay: bool = True, may_be_url: bool = False) -> None:
         super().__init__(path_type=Path, file_okay=file_okay)
+        self._may_be_url = may_be_url
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Returns the path; see click."""
         if not os.fspath(value):
             self.fail("it is empty; give a path", param, ctx)
         try:
+            if self._may_be_url and isinstance(place := place_of(value), StorePath):
+                return str(place)
             return super().convert(local_path(value), param, ctx)
         except ArgumentError as error:
             self.fail(error.message, param, ctx)

@@ -16,7 +16,7 @@ from harness.programs.commands import run_command
 from shardwell_server import LocalCluster, MmapGradientAccumulator
 
 SGD = shardwell.SGD(learning_rate=1.0)
-URL = "s3://bucket/run"
+URL = "ftp://bucket/run"
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ VERBS: dict[str, Callable[[shardwell.Client, str], object]] = {
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_url_is_refused_by_name(client, tmp_path, monkeypatch, verb) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(shardwell.ArgumentError, match=r"'s3://bucket/run.*' is a URL of 's3'"):
+    with pytest.raises(shardwell.ArgumentError, match=r"'ftp://bucket/run.*' is a URL of 'ftp'"):
         VERBS[verb](client, URL)
     assert not list(tmp_path.iterdir())
 
@@ -64,7 +64,7 @@ def test_commands_refuse_urls_as_paths(tmp_path, monkeypatch, arguments) -> None
     monkeypatch.chdir(tmp_path)
     code, _, log = run_command(*arguments)
     assert code == 2
-    assert "is a URL of 's3'; expected a local path" in " ".join(log.replace("│", "").split())
+    assert "is a URL of 'ftp'; expected a local path" in " ".join(log.replace("│", "").split())
     assert not list(tmp_path.iterdir())
 
 

@@ -11,13 +11,12 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from shardwell.checkpoint.format import Checkpoint
-from shardwell.checkpoint.steps import StepPaths, inspect_checkpoint
+from shardwell.checkpoint.steps import inspect_checkpoint, is_there
 from shardwell.client import WORKER_ID_VARIABLE, Client, connect
 from shardwell.errors import ArgumentError, WorkersMissingError
 from shardwell.group.launch import known_launcher
@@ -269,9 +268,7 @@ def resume_training(
                 )
             time.sleep(_RESUME_PAUSE_S)
         return
-    where = StepPaths.of(Path(os.path.abspath(path)))
-    has_any = bool(where.steps()) if where is not None else os.path.exists(path)
-    if _is_there(client, name) or not has_any:
+    if _is_there(client, name) or not is_there(path):
         return
     try:
         found = inspect_checkpoint(path)

@@ -6,12 +6,12 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwell.checkpoint.steps import StepPaths
+from shardwell.checkpoint.stores import place_of
 from shardwell.errors import ArgumentError
 from shardwell.numerics.arguments import check_integer
 from shardwell.specs.parameter import STEP_MAX
@@ -33,7 +33,7 @@ class StepProgress:
         max_steps: int | None = None,
     ) -> None:
         super().__init__()
-        if checkpoint is not None and StepPaths.of(Path(os.path.abspath(checkpoint))) is None:
+        if checkpoint is not None and StepPaths.of(place_of(checkpoint)) is None:
             raise ArgumentError(
                 f"checkpoint must have {{step}} in its name, as 'runs/{{step}}'; got {checkpoint!r}"
             )
