@@ -36,6 +36,7 @@ import math
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -83,6 +84,22 @@ _LEAVE_S, _LEAVE_S_FAILED = 5.0, 1.0
 """The time for which a learner that ends awaits open offers: in order, or by an exception."""
 _LEAVE_S_MIN = 0.1
 """For saying of one fragment that a learner leaves, however long the others took."""
+
+
+@dataclass
+class _Loop:
+    """The facts that a learner's loop of inner steps leaves behind, for the next call."""
+
+    unreturned: NamedArrays = field(default_factory=dict)
+    """Weights that a call of `after_step` had taken before it failed."""
+    batches: list[Batch] = field(default_factory=list)
+    """Batches of inner steps since the first fragment was offered."""
+    weights: Any = field(default_factory=dict)
+    """The dict that the caller trains on, as far as it has given it."""
+    says_begin: bool = False
+    """True if the loop says at which place an inner step begins."""
+    noted_step: int | None = None
+    """The step of the offer behind which the loop may do more, before it goes on."""
 
 
 class FragmentState(NamedTuple):
@@ -207,16 +224,7 @@ class Outer(Connected, Closing):
         """Bytes that its client had moved before."""
         self._position = 0
         """Inner steps since this learner began here, by which the schedule goes."""
-        self._unreturned: NamedArrays = {}
-        """Weights that a call of `after_step` had taken before it failed."""
-        self._batches: list[Batch] = []
-        """Batches of inner steps since the first fragment was offered."""
-        self._weights: Any = {}
-        """The dict that the caller trains on, as far as it has given it."""
-        self._says_begin = False
-        """True if the loop says at which place an inner step begins."""
-        self._noted_step: int | None = None
-        """The step of the offer behind which the loop may do more, before it goes on."""
+        self._loop = _Loop()
         self._is_to_join = members is not None
         """True if this elastic learner may be no member of some fragments."""
         options: dict[str, Any] = {
@@ -395,10 +403,10 @@ class Outer(Connected, Closing):
         images = [each.newest(self._timeout_s) for each in self._fragments]
         for fragment, image in zip(self._fragments, images, strict=True):
             fragment.image, fragment.sample_count = image, 0
-        self._unreturned = {}
+        self._loop.unreturned = {}
         self._position = 0
-        self._weights = self.image()
-        found: NamedArrays = self._weights
+        self._loop.weights = self.image()
+        found: NamedArrays = self._loop.weights
         return found
 
     def image(self) -> NamedArrays:
@@ -455,7 +463,7 @@ class Outer(Connected, Closing):
     def give_back(self, batches: Sequence[Batch] | None = None) -> None:
         """Gives back batches whose moves are given up; None: those since the last offer."""
         if batches is None:
-            batches, self._batches = self._batches, []
+            batches, self._loop.batches = self._loop.batches, []
         self._fragments[0].parameter.give_back(batches)
 
     @property
@@ -481,7 +489,7 @@ class Outer(Connected, Closing):
             True: there are more, of a lost learner. False: all have counted.
         """
         parameter = self._fragments[0].parameter
-        weights = self._weights if weights is None else weights
+        weights = self._loop.weights if weights is None else weights
         if not isinstance(weights, MutableMapping):
             raise ArgumentError(
                 f"{self.name!r}: the end of batches() puts what it takes into the weights that "
@@ -511,7 +519,7 @@ class Outer(Connected, Closing):
     @property
     def _has_work(self) -> bool:
         is_moved = any(each.sample_count or each.offer is not None for each in self._fragments)
-        return is_moved or bool(self._batches) or self._fragments[0].parameter.carries_samples
+        return is_moved or bool(self._loop.batches) or self._fragments[0].parameter.carries_samples
 
     def _make_round(self, weights: MutableMapping[str, Any]) -> None:
         """Takes what is offered, and offers and takes the fragment that is due."""
@@ -519,7 +527,7 @@ class Outer(Connected, Closing):
             self._take(fragment, offer, weights, weights, refreshes=True)
         due = self._fragments[due_fragment([each.step for each in self._fragments])]
         # Batches between an offer and its take count, whatever alpha leaves of their moves.
-        least = int(bool(self._batches) and not due.index)
+        least = int(bool(self._loop.batches) and not due.index)
         self._offer(due, weights, max(due.sample_count, least), is_held=False)
         assert due.offer is not None
         self._take(due, due.offer, weights, weights, refreshes=True)
@@ -559,8 +567,8 @@ class Outer(Connected, Closing):
         if sample_count is None:
             sample_count = sum(map(len, batches)) if batches else 1
         count = check_integer("sample_count", sample_count, 0, STEP_MAX)
-        self._batches += batches
-        self._weights = weights if into is None else into
+        self._loop.batches += batches
+        self._loop.weights = weights if into is None else into
         self.inner_step += 1
         self._position += 1
         self._sample_count += count
@@ -568,7 +576,7 @@ class Outer(Connected, Closing):
             each.sample_count += count
             if each.offer is not None:
                 each.offer.since_count += count
-        unreturned = self._unreturned
+        unreturned = self._loop.unreturned
         changed: MutableMapping[str, Any] = unreturned if into is None else into
         now: Mapping[str, Any] = ChainMap(changed, weights)  # type: ignore[arg-type]
         self._take_due(now, changed)
@@ -580,7 +588,7 @@ class Outer(Connected, Closing):
                 self._take(fragment, fragment.offer, now, changed, refreshes=True)
             self._offer(fragment, now)
             self._take_due(now, changed)
-        self._unreturned = {}
+        self._loop.unreturned = {}
         return unreturned if into is None else {}
 
     @property
@@ -649,11 +657,11 @@ class Outer(Connected, Closing):
         self._join(fragment)
         if not fragment.index:
             self._states.note_offer(offer.step)
-            self._noted_step = offer.step if self._states.kept is not None else None
-            offer.batches, self._batches = self._batches, []
+            self._loop.noted_step = offer.step if self._states.kept is not None else None
+            offer.batches, self._loop.batches = self._loop.batches, []
             if is_held is None:
-                is_kept = self._noted_step is not None
-                is_held = is_kept and self._says_begin and self.schedule.overlap > 0
+                is_kept = self._loop.noted_step is not None
+                is_held = is_kept and self._loop.says_begin and self.schedule.overlap > 0
         fragment.offer = offer  # before it leaves: it counts, whatever ends this call
         self.offered_count += 1
         if is_held:  # until the next inner step begins, or it is due
@@ -663,7 +671,7 @@ class Outer(Connected, Closing):
         except ShardwellError:
             fragment.offer = None
             self.offered_count -= 1
-            self._batches = [*offer.batches, *self._batches]
+            self._loop.batches = [*offer.batches, *self._loop.batches]
             raise
 
     def _join(self, offered: LearnerFragment) -> None:
@@ -730,7 +738,7 @@ class Outer(Connected, Closing):
         fragment.image = image
         fragment.step, fragment.version = parameter.next_step, parameter.version
         if not fragment.index and (is_void or taken.uncounted):  # the state before is that of now
-            self._noted_step = None
+            self._loop.noted_step = None
         self._is_to_join |= bool(outcome.late) and self.spec.members is not None
         fragment.sample_count = taken.sample_count
         fragment.offer = None
@@ -743,7 +751,7 @@ class Outer(Connected, Closing):
 
     def _drop_moved(self, void: LearnerFragment, changed: MutableMapping[str, Any]) -> None:
         """Gives up what other fragments have moved on samples that others have by now."""
-        self._batches = []
+        self._loop.batches = []
         for fragment in self._fragments:
             if fragment is not void and fragment.offer is None and fragment.image is not None:
                 changed.update({name: array.copy() for name, array in fragment.image.items()})
@@ -849,7 +857,7 @@ class Outer(Connected, Closing):
         for fragment, each in zip(self._fragments, saved, strict=True):
             weights.update(fragment.load(each, self._client.worker_id, self._timeout_s))
         self.inner_step = inner_step
-        self._weights = weights
+        self._loop.weights = weights
         return weights
 
     # What a program has beside the weights.
@@ -906,8 +914,8 @@ class Outer(Connected, Closing):
             ArgumentError: see `keep_state`.
             ShardwellError: as `Parameter.exchange`.
         """
-        self._says_begin = True
-        step, self._noted_step = self._noted_step, None
+        self._loop.says_begin = True
+        step, self._loop.noted_step = self._loop.noted_step, None
         if step is None:
             return
         fragment, states = self._fragments[0], self._states

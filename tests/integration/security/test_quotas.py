@@ -88,7 +88,7 @@ def test_states_under_any_number_of_names_are_bounded(cluster, connect, tokens, 
                 keep(f"any-{index}")
             with pytest.raises(shardwell.LimitError, match="'ci' is at its limit stored_bytes"):
                 keep("any-4")
-            keep("any-3")  # it is there, and is safe to repeat
+            keep("any-3")  # safe to repeat
             assert usage_of(running, name)["stored_bytes"] == before + 4 * 10**6
         else:
             for index in range(40):
