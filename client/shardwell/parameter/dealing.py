@@ -142,6 +142,8 @@ class Dealing:
         self._remade = Owed("", 0, ())
         """The step that an earlier process of this worker has begun, and the samples that it had
         of it, until this process has ended that step."""
+        self._given_before: NumberRanges = ()
+        """Samples of the earlier process that some shards may have counted before that step."""
         self.is_used = False
         """True if batches were asked for."""
         self.out_count = 0
@@ -267,9 +269,11 @@ class Dealing:
         self.done_before = answer.done_before
         dealt = [self._ranges(each.ranges) for each in answer.batches]
         again = self._ranges(answer.again.ranges) if is_first else ()
-        if again:
+        if again and self._member is None:
             had = self._remade.ranges if self._remade.data == samples.name else ()
             self._remade = Owed(samples.name, 0, united(had, again), request.step)
+            again = without(again, self._given_before)
+        if again:
             size = samples.batch_size
             dealt[:0] = [again] if size_of(again) <= size + 1 else _parts(again, size)
         batches = [
@@ -483,6 +487,13 @@ class Dealing:
         ranges, data = united(*(self._ranges(each.ranges) for each in newest)), ""
         if newest:
             data = newest[0].data
+        remade: NumberRanges = ()
+        if step >= next_step:  # of what the step has, some was carried on from earlier ones
+            step, before = max(next_step - 1, 0), [each.carried for each in newest]
+            before += [each.ranges for each in answers if each.step < next_step]
+            carried = united(*map(self._ranges, before))
+            remade = without(ranges, carried)
+            ranges = self._given_before = common(ranges, carried)
         request = self._request(
             _Stage.STAGE_SETTLE,
             **subject,
@@ -493,7 +504,7 @@ class Dealing:
             next_step=next_step,
         )
         self._call(self._channels[0], request, attempts)
-        return Owed(data, 0, ranges if step >= next_step else (), next_step)
+        return Owed(data, 0, remade, next_step)
 
     def _request(self, stage: Any, **fields: Any) -> pb.DealSamplesRequest:
         fields.setdefault("worker_id", self._opening.worker_id)

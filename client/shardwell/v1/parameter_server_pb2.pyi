@@ -602,7 +602,7 @@ class DealSamplesRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[DealSamplesRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., tenure: _Optional[int] = ..., dataset: _Optional[_Union[Dataset, _Mapping]] = ..., batch_size: _Optional[int] = ..., drop_last: bool = ..., batch_count: _Optional[int] = ..., limit: _Optional[int] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., is_partial: bool = ..., account: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., whole_before: _Optional[int] = ..., rank: _Optional[int] = ..., next_step: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class DealSamplesResponse(_message.Message):
-    __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "data", "whole_before", "done_before", "free_count", "counted", "crc32c")
+    __slots__ = ("batches", "again", "out_count", "unsettled", "ranges", "step", "carried", "data", "whole_before", "done_before", "free_count", "counted", "crc32c")
     class Batch(_message.Message):
         __slots__ = ("ranges",)
         RANGES_FIELD_NUMBER: _ClassVar[int]
@@ -630,6 +630,7 @@ class DealSamplesResponse(_message.Message):
     UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     WHOLE_BEFORE_FIELD_NUMBER: _ClassVar[int]
     DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
@@ -642,13 +643,14 @@ class DealSamplesResponse(_message.Message):
     unsettled: _containers.RepeatedCompositeFieldContainer[DealSamplesResponse.Tenure]
     ranges: _containers.RepeatedScalarFieldContainer[int]
     step: int
+    carried: _containers.RepeatedScalarFieldContainer[int]
     data: str
     whole_before: int
     done_before: int
     free_count: int
     counted: _containers.RepeatedCompositeFieldContainer[DealSamplesResponse.Counted]
     crc32c: int
-    def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., data: _Optional[str] = ..., whole_before: _Optional[int] = ..., done_before: _Optional[int] = ..., free_count: _Optional[int] = ..., counted: _Optional[_Iterable[_Union[DealSamplesResponse.Counted, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., carried: _Optional[_Iterable[int]] = ..., data: _Optional[str] = ..., whole_before: _Optional[int] = ..., done_before: _Optional[int] = ..., free_count: _Optional[int] = ..., counted: _Optional[_Iterable[_Union[DealSamplesResponse.Counted, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class KeepStateRequest(_message.Message):
     __slots__ = ("shard", "parameter", "stage", "worker_id", "step", "state", "incarnation", "crc32c")

@@ -108,6 +108,8 @@ class Given(NamedTuple):
     """In any chunk; without any: none."""
     whole_before: int
     """Gradients of earlier steps have counted in all chunks, but for what the worker has said."""
+    carried: NumberRanges = ()
+    """Those that a gradient of an earlier step had as well."""
 
 
 class Way(NamedTuple):

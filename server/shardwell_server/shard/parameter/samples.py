@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from shardwell.errors import ArgumentError, LimitError, StepOrderError, StorageError
 from shardwell.numerics.arguments import check_integer
-from shardwell.placement.ranges import NumberRanges, flat, paired, united
+from shardwell.placement.ranges import NumberRanges, common, flat, paired, united
 from shardwell.specs.names import check_name
 from shardwell.specs.parameter import STEP_MAX, WORKER_COUNT_MAX, ParameterSpec
 from shardwell.specs.samples import BATCH_SIZE_MAX, LENGTH_MAX, POSITION_MAX
@@ -65,6 +65,8 @@ class _Gave(NamedTuple):
     ranges: NumberRanges
     chunks: set[int]
     """Indices of these chunks."""
+    carried: NumberRanges = ()
+    """Those that the gradient before had as well."""
 
 
 class Samples:
@@ -176,7 +178,8 @@ class Samples:
         known = self._gave.get(holder)
         if known is not None and known.step >= step:
             return known
-        gave = _Gave(step, check_name("dataset", data), ranges, set())
+        carried = common(known.ranges, ranges) if known is not None and known.data == data else ()
+        gave = _Gave(step, check_name("dataset", data), ranges, set(), carried)
         self._log(_gave_event(holder, gave))
         self._take_gave(holder, gave)
         if not self.has_first_chunk:  # which deals nothing, where the log is made short else
@@ -316,7 +319,7 @@ class Samples:
         if gave is None:
             return "", Given(0, (), 0)
         is_whole = len(gave.chunks) == others
-        return gave.data, Given(gave.step, gave.ranges, gave.step + is_whole)
+        return gave.data, Given(gave.step, gave.ranges, gave.step + is_whole, gave.carried)
 
     def settle(self, request: pb.DealSamplesRequest) -> None:
         """Frees positions of a tenure that is over on all shards; chunk 0's lock is held.
@@ -330,26 +333,23 @@ class Samples:
             self._note_void()
             for ledger in self._ledgers.values():
                 ledger.advance(self._version)
-                if not self._leases:
-                    self._settle(ledger, holder, [others], request.next_step)
+                if not self._leases:  # its worker has asked this shard as well
+                    data, given = others
+                    if data != ledger.data.name:
+                        given = Given(0, (), given.whole_before)
+                    ledger.settle(holder, given, request.next_step)
                     self._settled.add(holder.worker_id)
                 elif holder in self._over(ledger):
                     self._settle(ledger, holder, [others])
             self._compact()
 
-    def _settle(
-        self,
-        ledger: Ledger,
-        holder: Holder,
-        others: list[tuple[str, Given]],
-        next_step: int = POSITION_MAX,
-    ) -> None:
+    def _settle(self, ledger: Ledger, holder: Holder, others: list[tuple[str, Given]]) -> None:
         given = [self._last_given(holder), *others]
         its = [each for data, each in given if data == ledger.data.name]
         step = max((each.step for each in its), default=0)
         ranges = united(*(each.ranges for each in its if each.step == step))
         whole_before = min(each.whole_before for _, each in given)
-        ledger.settle(holder, Given(step, ranges, whole_before), next_step)
+        ledger.settle(holder, Given(step, ranges, whole_before), POSITION_MAX)
 
     # Snapshots.
 
@@ -523,7 +523,8 @@ class Samples:
             holder, step = Holder(event["worker_id"], event["tenure"]), event["step"]
             chunks = self._chunks_with(holder, step)
             if chunks != set():  # else none has counted it, or power was lost since
-                gave = _Gave(step, event["data"], united(event["ranges"]), chunks or set())
+                carried = united(event.get("carried", ()))
+                gave = _Gave(step, event["data"], united(event["ranges"]), chunks or set(), carried)
                 self._take_gave(holder, gave)
         elif kind == "void":
             self._forget_from(event["step"], event["order"])
@@ -549,6 +550,8 @@ class Samples:
 
 def _gave_event(holder: Holder, gave: _Gave) -> Event:
     facts = {"step": gave.step, "data": gave.data, "ranges": gave.ranges}
+    if gave.carried:
+        facts["carried"] = gave.carried
     return {"kind": "gave", **holder._asdict(), **facts}
 
 

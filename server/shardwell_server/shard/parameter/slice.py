@@ -337,6 +337,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                 ranges=flat(given.ranges),
                 data=data,
                 whole_before=given.whole_before,
+                carried=flat(given.carried),
             )
         if not self.samples.has_first_chunk:
             raise WrongShardError("samples are dealt by shard 0 alone; ask there")
