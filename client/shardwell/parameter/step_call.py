@@ -240,7 +240,10 @@ class StepCall:
             ended = Ended({*work.late} - {*unknown}, {*work.superseded}, {*unknown})
             superseded = merged(ended.superseded)
         if feedback.keeps:
-            feedback.end(work.step, work.values if self.has_effect else None, self.own, ended)
+            kept = ended
+            if work.samples is not None and self.tools.member is None:
+                kept = replace(ended, superseded=set())  # an earlier process's, of the same samples
+            feedback.end(work.step, work.values if self.has_effect else None, self.own, kept)
         if spec.has_open_sets:
             outcome, next_step = self._end_open(ended, superseded)
         else:

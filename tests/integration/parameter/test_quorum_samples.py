@@ -21,7 +21,7 @@ from harness.threads import together
 LENGTH = 40
 COPIES = 4
 """A weight of each sample in each, so that two shards have two chunks each."""
-GRACE_S = 0.3
+GRACE_S = 2.0
 
 
 def opened(client: shardwell.Client, late: Any) -> Any:
@@ -111,11 +111,14 @@ def test_what_is_given_again_counts_whole(cluster: Any, connect: Any) -> None:
     assert set(visits(net)[:, batch.indices].ravel()) == {1.0}
 
 
+@pytest.mark.parametrize("late", ["drop", "carry"])
 @pytest.mark.parametrize("gives", ["nothing", "more"])
-def test_what_is_not_given_again_is_named(cluster: Any, connect: Any, gives: str) -> None:
+def test_what_is_not_given_again_is_named(
+    cluster: Any, connect: Any, gives: str, late: Any
+) -> None:
     running, samples = cluster(2), shardwell.Samples(LENGTH, 4)
     lost = lost_in_mid_step(connect, running, "drop", samples)
-    net = opened(connect(running, "w0"), "drop")
+    net = opened(connect(running, "w0"), late)
     dealt = net.batches(samples, epochs=1)
     batches = [next(dealt), next(dealt)]
     values = None if gives == "nothing" else sum(map(visit, batches))
