@@ -523,7 +523,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             def end(attempts: Attempts) -> ValuesT:
                 call.look_again()
                 call.exchange(weights, attempts, rest, begun.await_pieces)
-                self._read_behind(call, weights, attempts)
+                if self._member is not None:
+                    self._read_behind(call, self._member, weights, attempts)
                 return result
 
             bound_s = timeout_s if own_s is None else own_s
@@ -1025,15 +1026,18 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         )
         weights, result = self._room_beside(call, out)
         call.exchange(weights, attempts)
-        if self._member is not None and not reads_first:
-            self._member.first_step = None
-        self._read_behind(call, weights, attempts)
+        member = self._member
+        if member is not None:
+            if not reads_first:
+                member.first_step = None
+            self._read_behind(call, member, weights, attempts)
         return result
 
-    def _read_behind(self, call: StepCall, weights: Pieces, attempts: Attempts) -> None:
+    def _read_behind(
+        self, call: StepCall, member: Member, weights: Pieces, attempts: Attempts
+    ) -> None:
         """Reads the weights of the first step of a member that has joined with a gradient."""
-        member = self._member
-        if member is not None and member.has_joined():
+        if member.has_joined():
             self._read_first(member, weights, attempts)
         elif call.passes:
             get = partial(self._transfer.get_weights, weights, 0, attempts)

@@ -197,7 +197,7 @@ def test_a_save_that_is_killed_leaves_nothing_that_looks_whole(
     assert sorted(older) == sorted([*named, f"runs/{step}/manifest.json"])
 
 
-def test_a_removal_that_was_cut_off_is_finished(store, cluster, connect) -> None:
+def test_a_removal_from_a_store_that_was_cut_off_is_finished(store, cluster, connect) -> None:
     client = connect(cluster(1), "w0")
     trained(client, 2)
     manifest = store.get("runs/1/manifest.json")
