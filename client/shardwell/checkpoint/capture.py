@@ -54,7 +54,7 @@ from shardwell.placement.slices import Slice, slice_of
 from shardwell.rpc.shard_channel import ShardChannel
 from shardwell.specs.deadlines import wait_milliseconds, with_answer
 from shardwell.specs.names import check_name
-from shardwell.specs.parameter import STEP_MAX, ParameterSpec
+from shardwell.specs.parameter import STATE_SIZE_MAX_BYTES, STEP_MAX, ParameterSpec
 from shardwell.specs.table import TableSpec
 from shardwell.transport.call_group import CallGroup
 from shardwell.v1 import parameter_server_pb2 as pb
@@ -325,33 +325,48 @@ class ParameterCapture(Capture[ParameterSpec]):
     def _states(
         self, channel: ShardChannel, read: Callable[[], bytes | None]
     ) -> Iterator[StateFile]:
-        for index, message in enumerate(iter(read, None)):
-            header, payload = framing.parse(pb.SnapshotResponse, message)
-            try:
-                check_chunk(header.chunk, payload, checksum.snapshot(self._context, header))
-                worker_id = check_name("worker_id", header.worker_id)
-            except (ArgumentError, CorruptChunkError) as error:
-                raise self._corrupt(channel, error.message) from None
-            if not header.state or header.state_step > header.version:
-                raise self._corrupt(channel, "a message behind its end")
-            if header.state_step < header.version:
+        messages = (self._state_message(channel, message) for message in iter(read, None))
+        for index, first in enumerate(messages):
+            parts, whose = [first.state], (first.worker_id, first.state_step)
+            for number in range(1, 1 + first.state_page_count):
+                page = next(messages, first)
+                if page.state_page != number or whose != (page.worker_id, page.state_step):
+                    raise self._corrupt(channel, f"a part of a state of {whose[0]!r} left out")
+                parts.append(page.state)
+                if sum(map(len, parts)) > STATE_SIZE_MAX_BYTES:
+                    most = STATE_SIZE_MAX_BYTES
+                    raise self._corrupt(channel, f"a state of more than {most} bytes")
+            if first.state_page:
+                raise self._corrupt(channel, "a page of no state")
+            if first.state_step < first.version:
                 _LOG.warning(
                     "checkpoint of parameter %r: worker %r has not begun step %d, so what it keeps "
                     "beside the weights is that of step %d: without what its loop does between",
                     self._spec.name,
-                    worker_id,
-                    header.version,
-                    header.state_step,
+                    first.worker_id,
+                    first.version,
+                    first.state_step,
                 )
-            where = state_path(self._number, self._spec.name, index)
-            crc = write_bytes(self._fresh(where), header.state)
+            where, data = state_path(self._number, self._spec.name, index), b"".join(parts)
+            crc = write_bytes(self._fresh(where), data)
             yield StateFile(
                 path=where,
-                worker_id=worker_id,
-                step=header.state_step,
-                size_bytes=len(header.state),
+                worker_id=first.worker_id,
+                step=first.state_step,
+                size_bytes=len(data),
                 crc32c=crc,
             )
+
+    def _state_message(self, channel: ShardChannel, message: bytes) -> pb.SnapshotResponse:
+        header, payload = framing.parse(pb.SnapshotResponse, message)
+        try:
+            check_chunk(header.chunk, payload, checksum.snapshot(self._context, header))
+            check_name("worker_id", header.worker_id)
+        except (ArgumentError, CorruptChunkError) as error:
+            raise self._corrupt(channel, error.message) from None
+        if not header.state or header.state_step > header.version:
+            raise self._corrupt(channel, "a message behind its end")
+        return header
 
     def _account(self, channel: ShardChannel, written: bytes) -> dict[str, Any]:
         try:

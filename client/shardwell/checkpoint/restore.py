@@ -311,11 +311,10 @@ def _account_of(entry: CheckpointParameter) -> bytes:
     return json.dumps(entry.samples).encode() if entry.samples else b""
 
 
-def _states_of(path: Path, entry: CheckpointParameter) -> Sequence[tuple[str, int, bytes]]:
-    return [
-        (each.worker_id, each.step, read_bytes(path / each.path, each.size_bytes, each.crc32c))
-        for each in entry.states
-    ]
+def _states_of(path: Path, entry: CheckpointParameter) -> Iterator[tuple[str, int, bytes]]:
+    for each in entry.states:  # one by one, as each may be large
+        data = read_bytes(path / each.path, each.size_bytes, each.crc32c)
+        yield each.worker_id, each.step, data
 
 
 class _CheckpointValues(Closing):
@@ -330,13 +329,17 @@ class _CheckpointValues(Closing):
         self.learning_rate = None if rate == specified else rate
         self.load_id = load_id_of(entry)
         self.samples = _account_of(entry)
-        self.states = _states_of(path, entry)
         self._path = path
         self._entry = entry
         self._file: SliceFile | None = None
         """The file that is open."""
         self._reader: TensorsReader | None = None
         self._lock = threading.Lock()
+
+    @property
+    def states(self) -> Iterator[tuple[str, int, bytes]]:
+        """What workers keep beside the weights."""
+        return _states_of(self._path, self._entry)
 
     def read(self, array_index: int, where: Slice) -> Float32:
         """Returns a copy."""

@@ -7,7 +7,7 @@ success decides that they stand, then tells the others so (docs/adr/0005-steps.m
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shardwell.errors import DeadlineError, InitSupersededError, ShardwellError
 from shardwell.numerics.codec import CODECS
+from shardwell.parameter.state_pages import bring
 from shardwell.placement.slices import Slice, slice_of
 from shardwell.process.spans import Traffic
 from shardwell.rpc.retry import Attempts
@@ -45,8 +46,10 @@ class FirstValues(Protocol):
     load_id: int
     samples: bytes
     """The account of the samples in that version, as a checkpoint has it; empty: there is none."""
-    states: Sequence[tuple[str, int, bytes]]
-    """What workers keep beside the weights: whose, before which step, the bytes."""
+
+    @property
+    def states(self) -> Iterable[tuple[str, int, bytes]]:
+        """What workers keep beside the weights: whose, before which step, the bytes."""
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
         """Returns a range of an array, (where.size,) of floating point; any thread calls it."""
@@ -57,7 +60,7 @@ class GivenValues:
 
     learning_rate: float | None = None
     samples = b""
-    states: Sequence[tuple[str, int, bytes]] = ()
+    states: Iterable[tuple[str, int, bytes]] = ()
 
     def __init__(self, *arrays: npt.NDArray[Any], version: int = 0, load_id: int = 0) -> None:
         self.size = arrays[0].size
@@ -248,7 +251,7 @@ def load_beside(
     name: str,
     shard: ShardChannel,
     account: bytes,
-    states: Sequence[tuple[str, int, bytes]],
+    states: Iterable[tuple[str, int, bytes]],
     incarnation: int,
     attempts: Attempts,
 ) -> None:
@@ -267,12 +270,11 @@ def load_beside(
             stage=pb.DealSamplesRequest.STAGE_LOAD, account=account, **beside
         )
         shard.call("DealSamples", loading, pb.DealSamplesResponse, **given)
+
+    def keep(worker_id: str, **fields: Any) -> pb.KeepStateResponse:
+        keeping = pb.KeepStateRequest(worker_id=worker_id, **beside, **fields)
+        return shard.call("KeepState", keeping, pb.KeepStateResponse, **given)
+
     for worker_id, step, state in states:
-        keeping = pb.KeepStateRequest(
-            stage=pb.KeepStateRequest.STAGE_LOAD,
-            worker_id=worker_id,
-            step=step,
-            state=state,
-            **beside,
-        )
-        shard.call("KeepState", keeping, pb.KeepStateResponse, **given)
+        stage = pb.KeepStateRequest.STAGE_LOAD
+        bring(partial(keep, worker_id), stage, step, state, attempts)

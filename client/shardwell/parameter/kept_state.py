@@ -32,14 +32,16 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
-from shardwell.errors import ArgumentError, CorruptChunkError, LimitError
+from shardwell.errors import ArgumentError, CorruptChunkError, DeadlineError, LimitError
 from shardwell.parameter.feedback import Outcome
 from shardwell.parameter.opening import ParameterOpening
+from shardwell.parameter.state_pages import bring, fetched
 from shardwell.rpc.call_scope import CallScope
 from shardwell.rpc.cluster import Shards
 from shardwell.rpc.retry import Attempts
@@ -119,8 +121,7 @@ class KeptState:
             raise ArgumentError(
                 f"the state of parameter {self._name!r} has {len(data)} bytes, {sizes[largest]} of "
                 f"them of {largest!r}, and the shards keep {STATE_SIZE_MAX_BYTES}: leave it out, "
-                "and keep large tensors in a parameter of their own, such as one of "
-                "shardwell.Average()",
+                "and save it with the program, on rank 0 beside each checkpoint",
                 parameter=self._name,
             )
         self.at = self.captured_step = step
@@ -364,7 +365,16 @@ class KeptStates:
             while True:
                 answer = self._call(attempts, stage=_Stage.STAGE_GET, step=self._next_step())
                 if not (waits and answer.is_awaited) or attempts.remaining_s <= max(end_s, 0):
-                    return answer
+                    state = fetched(partial(self._call, attempts), answer)
+                    if state is not None:
+                        answer.state = state
+                        return answer
+                    if attempts.remaining_s <= 0:
+                        raise DeadlineError(
+                            f"the state of parameter {self._spec.name!r} was replaced each time "
+                            f"that it was fetched, for {attempts.timeout_s:g} s; raise timeout_s",
+                            parameter=self._spec.name,
+                        )
                 attempts.pause(_AWAIT_PAUSE_S)
 
         answer = self._calls.run(ask, timeout_s)
@@ -379,7 +389,7 @@ class KeptStates:
         pending = None if kept is None else kept.pending
         if kept is not None and pending is not None:
             step, state = pending
-            self._call(attempts, stage=_Stage.STAGE_PUT, step=step, state=state)
+            bring(partial(self._call, attempts), _Stage.STAGE_PUT, step, state, attempts)
             if kept.pending is pending:
                 kept.pending = None
 

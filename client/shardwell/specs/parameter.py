@@ -44,8 +44,13 @@ _BLOCK_COUNT_MIN = 32
 WORKER_COUNT_MAX = 2**16
 SAMPLE_COUNT_MAX = 2**24
 STEP_MAX = 2**62
-STATE_SIZE_MAX_BYTES = 10**6
-"""Most bytes of a worker's state beside its weights: `Parameter.keep_state`."""
+STATE_PAGE_MAX_BYTES = 10**6
+"""Most bytes of a page of a worker's state beside its weights, and of its beginning."""
+STATE_PAGE_COUNT_MAX = 64
+STATE_SIZE_MAX_BYTES = STATE_PAGE_COUNT_MAX * STATE_PAGE_MAX_BYTES
+"""Most bytes of such a state: `Parameter.keep_state`."""
+STATE_DIGEST_BYTES = 32
+"""Those of the SHA-256 digest of a page."""
 
 WIRE_CODECS = {
     "fp32": types_pb2.CODEC_FP32,

@@ -98,7 +98,7 @@ class DiLoCo(Connected):
             two have: a learner that is started again has those of its last offer. See
             `Outer.keep_state`.
         scaler: A `torch.amp.GradScaler`.
-        state: More objects by name, see `prepare`; 1,000,000 bytes at most in all. The inner
+        state: More objects by name, see `prepare`; 64,000,000 bytes at most in all. The inner
             optimizer may be one where its state is so small; it is not kept by itself.
         resume: A checkpoint, see `prepare`.
         leave_on_sigterm: Whether SIGTERM, where the program has no handler of it, lets the step

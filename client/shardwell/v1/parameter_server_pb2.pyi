@@ -386,7 +386,7 @@ class SnapshotRequest(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., version: _Optional[int] = ..., wait_timeout_ms: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SnapshotResponse(_message.Message):
-    __slots__ = ("chunk", "version", "array_index", "array_count", "learning_rate", "samples", "state", "worker_id", "state_step", "padding", "payload")
+    __slots__ = ("chunk", "version", "array_index", "array_count", "learning_rate", "samples", "state", "worker_id", "state_step", "state_page", "state_page_count", "padding", "payload")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ARRAY_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +396,8 @@ class SnapshotResponse(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_STEP_FIELD_NUMBER: _ClassVar[int]
+    STATE_PAGE_FIELD_NUMBER: _ClassVar[int]
+    STATE_PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     chunk: _types_pb2.Chunk
@@ -407,9 +409,11 @@ class SnapshotResponse(_message.Message):
     state: bytes
     worker_id: str
     state_step: int
+    state_page: int
+    state_page_count: int
     padding: bytes
     payload: bytes
-    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., array_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., samples: _Optional[bytes] = ..., state: _Optional[bytes] = ..., worker_id: _Optional[str] = ..., state_step: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, chunk: _Optional[_Union[_types_pb2.Chunk, _Mapping]] = ..., version: _Optional[int] = ..., array_index: _Optional[int] = ..., array_count: _Optional[int] = ..., learning_rate: _Optional[float] = ..., samples: _Optional[bytes] = ..., state: _Optional[bytes] = ..., worker_id: _Optional[str] = ..., state_step: _Optional[int] = ..., state_page: _Optional[int] = ..., state_page_count: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class SetLearningRateRequest(_message.Message):
     __slots__ = ("shard", "parameter", "learning_rate", "from_step", "incarnation", "crc32c")
@@ -653,23 +657,28 @@ class DealSamplesResponse(_message.Message):
     def __init__(self, batches: _Optional[_Iterable[_Union[DealSamplesResponse.Batch, _Mapping]]] = ..., again: _Optional[_Union[DealSamplesResponse.Batch, _Mapping]] = ..., out_count: _Optional[int] = ..., unsettled: _Optional[_Iterable[_Union[DealSamplesResponse.Tenure, _Mapping]]] = ..., ranges: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., carried: _Optional[_Iterable[int]] = ..., data: _Optional[str] = ..., whole_before: _Optional[int] = ..., done_before: _Optional[int] = ..., free_count: _Optional[int] = ..., counted: _Optional[_Iterable[_Union[DealSamplesResponse.Counted, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class KeepStateRequest(_message.Message):
-    __slots__ = ("shard", "parameter", "stage", "worker_id", "step", "state", "incarnation", "crc32c")
+    __slots__ = ("shard", "parameter", "stage", "worker_id", "step", "state", "pages", "incarnation", "crc32c")
     class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STAGE_UNSPECIFIED: _ClassVar[KeepStateRequest.Stage]
         STAGE_PUT: _ClassVar[KeepStateRequest.Stage]
         STAGE_GET: _ClassVar[KeepStateRequest.Stage]
         STAGE_LOAD: _ClassVar[KeepStateRequest.Stage]
+        STAGE_PUT_PAGE: _ClassVar[KeepStateRequest.Stage]
+        STAGE_GET_PAGE: _ClassVar[KeepStateRequest.Stage]
     STAGE_UNSPECIFIED: KeepStateRequest.Stage
     STAGE_PUT: KeepStateRequest.Stage
     STAGE_GET: KeepStateRequest.Stage
     STAGE_LOAD: KeepStateRequest.Stage
+    STAGE_PUT_PAGE: KeepStateRequest.Stage
+    STAGE_GET_PAGE: KeepStateRequest.Stage
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     shard: _types_pb2.ShardIdentity
@@ -678,23 +687,28 @@ class KeepStateRequest(_message.Message):
     worker_id: str
     step: int
     state: bytes
+    pages: _containers.RepeatedScalarFieldContainer[bytes]
     incarnation: int
     crc32c: int
-    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[KeepStateRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., step: _Optional[int] = ..., state: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard: _Optional[_Union[_types_pb2.ShardIdentity, _Mapping]] = ..., parameter: _Optional[str] = ..., stage: _Optional[_Union[KeepStateRequest.Stage, str]] = ..., worker_id: _Optional[str] = ..., step: _Optional[int] = ..., state: _Optional[bytes] = ..., pages: _Optional[_Iterable[bytes]] = ..., incarnation: _Optional[int] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class KeepStateResponse(_message.Message):
-    __slots__ = ("worker_id", "step", "state", "is_awaited", "crc32c")
+    __slots__ = ("worker_id", "step", "state", "is_awaited", "pages", "missing", "crc32c")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     IS_AWAITED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     step: int
     state: bytes
     is_awaited: bool
+    pages: _containers.RepeatedScalarFieldContainer[bytes]
+    missing: _containers.RepeatedScalarFieldContainer[int]
     crc32c: int
-    def __init__(self, worker_id: _Optional[str] = ..., step: _Optional[int] = ..., state: _Optional[bytes] = ..., is_awaited: bool = ..., crc32c: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., step: _Optional[int] = ..., state: _Optional[bytes] = ..., is_awaited: bool = ..., pages: _Optional[_Iterable[bytes]] = ..., missing: _Optional[_Iterable[int]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class SamplesStatus(_message.Message):
     __slots__ = ("dataset", "epoch", "done_count", "out_count", "free_count", "left_out_count", "partial_count", "partial")

@@ -398,7 +398,7 @@ def snapshot(context: int, header: parameter_server_pb2.SnapshotResponse) -> int
     crc = int(crc32.iscsi(_text(header.samples), crc)) if header.samples else crc
     if not header.state:
         return crc
-    crc = _with_numbers(crc, header.state_step)
+    crc = _with_numbers(crc, header.state_step, header.state_page, header.state_page_count)
     return int(crc32.iscsi(_text(header.worker_id) + _text(header.state), crc))
 
 

@@ -11,15 +11,18 @@ The JSON is the tree; what JSON has not is an object of one key:
     {"a": [dtype, shape]}           an array of NumPy; {"n": dtype} a scalar of it
     {"x": [form, dtype, shape]}     another library's array, which its `ArrayForm` makes
 
-Nothing of it is believed when it is read, and nothing in it can run.
+Nothing of it is believed when it is read, and nothing in it can run. On its way it is cut into
+pages, at the first array too: so arrays that workers have alike are in pages that are alike.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,8 +41,11 @@ class ArrayForm(Protocol):
 
     name: str
 
-    def parts(self, value: Any) -> tuple[str, tuple[int, ...], bytes] | None:
-        """Returns dtype, shape and bytes of an array; None: the value is no such array."""
+    def parts(self, value: Any) -> tuple[str, tuple[int, ...], bytes | memoryview] | None:
+        """Returns dtype, shape and bytes of an array; None: the value is no such array.
+
+        The bytes are copied before the value may change.
+        """
 
     def made(self, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
         """Returns the array; ValueError: there is none."""
@@ -47,13 +53,13 @@ class ArrayForm(Protocol):
 
 def packed(tree: Any, what: str, forms: Sequence[ArrayForm] = ()) -> bytes:
     """Returns the bytes of a tree; ArgumentError names what in `what` has none."""
-    arrays: list[bytes] = []
+    arrays: list[bytes | memoryview] = []
     text = json.dumps(_packed(tree, what, forms, arrays, 0), separators=(",", ":")).encode()
     return b"".join((_MAGIC, len(text).to_bytes(4, "little"), text, *arrays))
 
 
 def _packed(
-    value: Any, where: str, forms: Sequence[ArrayForm], arrays: list[bytes], depth: int
+    value: Any, where: str, forms: Sequence[ArrayForm], arrays: list[bytes | memoryview], depth: int
 ) -> Any:
     if depth > _DEPTH_MAX:
         raise ArgumentError(f"{where:.200} is nested deeper than {_DEPTH_MAX}")
@@ -96,6 +102,21 @@ def _packed(
         f"{where:.200} is a {type(value).__module__}.{type(value).__qualname__}, which the shards "
         "do not keep: give an object whose state has numbers, strings, lists, dicts and arrays"
     )
+
+
+def pages_of(data: bytes, size_max: int) -> list[memoryview]:
+    """Cuts the bytes of a tree into pages of at most that many bytes, which are views of it."""
+    if len(data) <= size_max:
+        return [memoryview(data)]
+    start = len(_MAGIC) + 4
+    stop = min(start + int.from_bytes(data[len(_MAGIC) : start], "little"), len(data))
+    cuts = [*range(0, stop, size_max), *range(stop, len(data), size_max), len(data)]
+    return [memoryview(data)[begin:end] for begin, end in itertools.pairwise(cuts)]
+
+
+def digest_of(page: bytes | memoryview) -> bytes:
+    """Returns the digest by which a page is known."""
+    return sha256(page).digest()
 
 
 def _as_array(value: Any) -> npt.NDArray[Any] | None:

@@ -193,17 +193,23 @@ class ParameterServerService:
             if held.by_worker:
                 on_their_way = deadline_of(self._shard, call, _STATES_WAIT_S)
                 for given in (yield from until(parameter.states_of, held, on_their_way)):
-                    header = pb.SnapshotResponse(
-                        version=held.version,
-                        state=given.state,
-                        worker_id=given.worker_id,
-                        state_step=given.step,
-                    )
-                    start = checksum.snapshot(context, header)
-                    nothing = Slice(parameter.where.stop, 0)
-                    yield codec.encode(
-                        header, header.chunk, nothing, 0, buffers[0][:0], start=start
-                    )
+                    parts = (parameter.page_of_states(each) for each in given.pages)
+                    for number, part in enumerate(itertools.chain([given.state], parts)):
+                        header = pb.SnapshotResponse(
+                            version=held.version,
+                            state=part,
+                            worker_id=given.worker_id,
+                            state_step=given.step,
+                            state_page=number,
+                            state_page_count=len(given.pages),
+                        )
+                        start = checksum.snapshot(context, header)
+                        nothing = Slice(parameter.where.stop, 0)
+                        message = codec.encode(
+                            header, header.chunk, nothing, 0, buffers[0][:0], start=start
+                        )
+                        moved(self._shard, call, sent=len(message))
+                        yield message
             self._shard.copied_s = time.monotonic()
 
     def set_learning_rate(

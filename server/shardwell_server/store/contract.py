@@ -33,6 +33,8 @@ Event: TypeAlias = dict[str, Any]
 """A rare change as a JSON object; shard/parameter/register.py and its sibling have the kinds."""
 
 LogName: TypeAlias = Literal["samples", "states"]
+PAGE_ROOM_BYTES = 2**20
+"""The room of a page of a state."""
 """A log of its own beside a parameter's events."""
 
 
@@ -224,6 +226,17 @@ class ParameterStorage(Storage):
 
     def compact_notes(self, log: LogName, events: Callable[[], Sequence[Event]]) -> None:
         """Replaces a log of its own by fewer events, where that saves a lot."""
+
+    @abstractmethod
+    def put_page(self, place: int, page: bytes) -> None:
+        """Writes a page of a state that the log "states" is to name, of `PAGE_ROOM_BYTES` or less.
+
+        Its callers take turns. A kill leaves it in part.
+        """
+
+    @abstractmethod
+    def page(self, place: int, size_bytes: int) -> bytes:
+        """Returns the first bytes of a page, unchecked, and fewer where there are not so many."""
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:
         """Takes first weights as they lie; otherwise damaged old values would look new."""

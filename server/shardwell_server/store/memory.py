@@ -97,6 +97,7 @@ class MemoryParameter(ParameterStorage):
                 slot[:] = value
         self._change = _MemoryChange()
         self._kept: dict[int, tuple[int, bytes]] = {}
+        self._pages: dict[int, bytes] = {}
 
     def change(self, chunk_index: int, transition: Transition) -> _MemoryChange:
         return self._change
@@ -107,6 +108,12 @@ class MemoryParameter(ParameterStorage):
     def kept(self, chunk_index: int, version: int) -> bytes | None:
         found, encoded = self._kept.get(chunk_index, (-1, b""))
         return encoded if found == version else None
+
+    def put_page(self, place: int, page: bytes) -> None:
+        self._pages[place] = page
+
+    def page(self, place: int, size_bytes: int) -> bytes:
+        return self._pages.get(place, b"")[:size_bytes]
 
 
 class _MemoryChange:

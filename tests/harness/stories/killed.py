@@ -148,6 +148,8 @@ class ParameterStory(StoredStory):
         {"taken back", "undo done"}
         | {"journal segment", "journal entry", "image begun", "image written"}
         | {"image in place", "segment forgotten", "image forgotten", "file restored"}
+        # Of states: tests/unit/shard/parameter/test_training_states.py.
+        | {"room for a page of a state", "a page of a state"}
         # Of deletions: tests/unit/shard/test_deletions.py.
         | {"log of names", "removed files", "removed files' name"}
         | {"new layout", "new layout's name"}

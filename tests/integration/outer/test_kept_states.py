@@ -191,10 +191,10 @@ def test_a_state_that_is_too_large_is_refused_before_an_offer(cluster: Any, conn
     weights = outer.init({f"layers.{n}.count": np.zeros(LENGTH) for n in range(2)})
     large: dict[str, Any] = {}
     outer.keep_state({"large": large})
-    large["values"] = np.zeros(2**18, np.float32)
+    large["values"] = np.zeros(2**24, np.float32)
     outer.after_step(weights)
     outer.after_step(weights)
-    with pytest.raises(shardwell.ArgumentError, match="'large', and the shards keep 1000000"):
+    with pytest.raises(shardwell.ArgumentError, match="'large', and the shards keep 64000000"):
         outer.after_step(weights)
     assert [each.is_offered for each in outer.fragments] == [False, False]
     large.clear()

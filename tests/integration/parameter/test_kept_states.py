@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 import shardwell
-from harness.inside import shards_of
-from harness.polling import eventually
+from harness.inside import channels_of, shards_of, vanish
+from harness.polling import PATIENCE_S, eventually
 from harness.threads import together
+from shardwell.v1 import parameter_server_pb2 as pb
 
 SAMPLES = shardwell.Samples(40, batch_size=4, seed=3)
 SIZE = 64
@@ -276,6 +277,115 @@ def test_a_damaged_state_of_a_checkpoint_is_named(cluster, connect, tmp_path: Pa
         shardwell.inspect_checkpoint(tmp_path / "saved")
 
 
+def averaged(step: int, rank: int = 0) -> dict[str, Any]:
+    """A moving average that all ranks have alike, and a large array of each rank's own."""
+    return {
+        "average": np.arange(300_000, dtype=np.float64) * (1 + step),
+        "unchanged": np.ones(300_000),
+        "own": np.full(200_000, rank, np.int64),
+        "step": step,
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(np.array_equal(one[key], other[key]) for key in {*one, *other})
+
+
+@pytest.mark.parametrize("place", ["begun", "in pages", "kept"])
+def test_a_large_state_is_that_of_a_step_wherever_shards_and_worker_are_killed(
+    cluster, connect, tmp_path, place
+) -> None:
+    """Before its first page, behind some of these, and behind all; the shard with them."""
+    running = cluster(2, data_dir=tmp_path, processes=True)
+    client = connect(running, "w0")
+    net = opened(client)
+    large: dict[str, Any] = {}
+    net.keep_state({"large": large})
+    for step in range(3):
+        large.update(averaged(step))
+        net.exchange(np.ones(SIZE))
+    large.update(averaged(3))
+    if place == "kept":
+        net.note_state()
+        client.save_checkpoint(tmp_path / "saved")  # which ends when it is
+    elif place == "in pages":
+        channel = channels_of(client)[0]
+        for start in range(3):
+            request = pb.KeepStateRequest(
+                shard=channel.identity,
+                parameter="net",
+                stage=pb.KeepStateRequest.STAGE_PUT_PAGE,
+                worker_id="w0",
+                step=3,
+                state=large["average"].tobytes()[start * 10**6 : (start + 1) * 10**6],
+            )
+            channel.call("KeepState", request, pb.KeepStateResponse, timeout_s=PATIENCE_S)
+    running.children[0].kill()
+    vanish(client)
+    running.start_again(0)
+    again = opened(connect(running, "w0"))
+    found: dict[str, Any] = {}
+    again.keep_state({"large": found})
+    step = 3 if place == "kept" else 2
+    assert again.next_step == step, "the last one is made again, unless its state is kept"
+    assert same(found, averaged(step))
+    for again_step in range(step, 6):
+        found.update(averaged(again_step))
+        again.exchange(np.ones(SIZE))
+    assert again.get_weights()[0] == -6
+
+
+@pytest.mark.parametrize("shard_count", [1, 3])
+def test_a_checkpoint_has_large_states_for_another_crew(
+    cluster, connect, tmp_path: Path, shard_count
+) -> None:
+    running = cluster(2)
+    clients = [connect(running, f"w{rank}") for rank in range(2)]
+    nets = [opened(each, worker_count=2) for each in clients]
+    objects = [averaged(0, rank) for rank in range(2)]
+    for net, large in zip(nets, objects, strict=True):
+        net.keep_state({"large": large})
+
+    def train(rank: int) -> None:
+        for step in range(3):
+            objects[rank].update(averaged(step, rank))
+            nets[rank].exchange(np.ones(SIZE))
+        objects[rank].update(averaged(3, rank))
+        nets[rank].note_state()
+
+    together([partial(train, rank) for rank in range(2)])
+    kept_bytes = sum(each.nbytes for each in averaged(0).values() if isinstance(each, np.ndarray))
+    stored = running.servers[0].shard.stored_bytes
+    assert stored < 2.6 * kept_bytes, "what both have alike, of two steps, is there once"
+    saved = clients[0].save_checkpoint(tmp_path / "saved")
+    sizes = [each.size_bytes for each in saved.parameters[0].states]
+    assert min(sizes) > kept_bytes
+    running = cluster(shard_count)
+    connect(running, "operator").restore_checkpoint(tmp_path / "saved", worker_count=3)
+    for rank in range(3):
+        found: dict[str, Any] = {}
+        net = opened(connect(running, f"w{rank}"), worker_count=3)
+        net.keep_state({"large": found})
+        assert net.next_step == 3
+        assert same(found, averaged(3, rank if rank < 2 else 0))
+
+
+def test_a_member_that_comes_has_the_large_state_of_the_others(cluster, connect) -> None:
+    running = cluster(2)
+    members = shardwell.Elastic(min_count=1, max_count=3)
+    net = opened(connect(running, "w0"), members=members)
+    large: dict[str, Any] = averaged(0)
+    net.keep_state({"large": large})
+    for step in range(3):
+        large.update(averaged(step))
+        net.note_state()
+        net.exchange(np.ones(SIZE))
+    other = opened(connect(running, "w1"), members=members)
+    found: dict[str, Any] = {}
+    other.keep_state({"large": found})
+    assert same(found, averaged(2))
+
+
 def test_what_can_not_be_kept_is_refused_by_name(cluster, connect) -> None:
     client = connect(cluster(1), "w0")
     net = opened(client)
@@ -283,10 +393,10 @@ def test_what_can_not_be_kept_is_refused_by_name(cluster, connect) -> None:
         net.keep_state({"it": [1]})
     with pytest.raises(shardwell.ArgumentError, match="give objects by name"):
         net.keep_state([1])
-    large = {"weights": np.zeros(200_000)}
+    large = {"weights": np.zeros(9_000_000)}
     net.keep_state({"large": large, "small": {}})
     with pytest.raises(
-        shardwell.ArgumentError, match=r"1600\d\d\d bytes, 16\d* of them of 'large'"
+        shardwell.ArgumentError, match=r"72000\d\d\d bytes, 72\d* of them of 'large'"
     ):
         net.exchange(np.ones(SIZE))
     large["weights"] = object()

@@ -25,6 +25,7 @@ PROGRAM = """
 import hashlib, random
 import numpy as np
 SAVED, EVERY, RESUME = sys.argv[2], int(sys.argv[3]), sys.argv[4] == "resume"
+WIDTH = int(sys.argv[6])
 places = dict(place.split(":") for place in sys.argv[5].split(",") if place)
 
 def maybe_end(place):
@@ -48,6 +49,8 @@ critic = torch.nn.Linear(1, 1)
 average = torch.optim.swa_utils.AveragedModel(
     body, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.75), use_buffers=True
 )
+wide = torch.nn.Linear(WIDTH, 1)
+wide_average = torch.optim.swa_utils.AveragedModel(wide)
 plain = torch.optim.Adam(body.parameters(), lr=0.05)
 warm = torch.optim.lr_scheduler.LinearLR(plain, 0.2, total_iters=4)
 falling = torch.optim.lr_scheduler.MultiStepLR(plain, [6, 12], 0.5)
@@ -62,7 +65,7 @@ training = shardwell.torch.prepare(
     client=client, name="net", codec="fp32",
     schedule=schedule,
     state={
-        "average": average, "facts": facts, "noise": noise, "dice": dice,
+        "average": average, "wide": wide_average, "facts": facts, "noise": noise, "dice": dice,
         "rng": torch.default_generator, "scaler": scaler,
     },
 )
@@ -92,6 +95,8 @@ for epoch in loader.epochs(4):
         optimizer.zero_grad()
         second.zero_grad()
         average.update_parameters(body)
+        torch.nn.init.constant_(wide.weight, float(loss))
+        wide_average.update_parameters(wide)
         facts["losses"] = [*facts["losses"][-3:], float(loss)]
         facts["seen"] += len(indices)
         if EVERY and optimizer.next_step % EVERY == 0:
@@ -106,7 +111,7 @@ def digest(tensors):
 
 print("BODY", digest(body.state_dict().values()), flush=True)
 print("CRITIC", digest(critic.state_dict().values()))
-print("AVERAGE", digest(average.state_dict().values()))
+print("AVERAGE", *[digest(each.state_dict().values()) for each in (average, wide_average)])
 print("ROWS", digest([torch.from_numpy(client.table("rows").get_rows(np.arange(COUNT)))]))
 print("RATES", *[group["lr"] for each in (optimizer, second) for group in each.param_groups])
 print("SCALE", scaler.get_scale(), schedule.last_epoch, watching.num_bad_epochs)
@@ -114,42 +119,48 @@ print("DRAWN", noise.random(), dice.random(), torch.rand(()).item(), *facts["los
 """
 PLACES = ("drawn", "backward", "first", "both", "half", "tail")
 STEPS = 28
+SMALL, LARGE = 4, 600_000
+"""Widths of a layer with a moving average; that of the large one is kept in pages."""
 
 
-def end(target: str, *arguments: Any) -> tuple[int, list[str]]:
-    with started(target, PROGRAM, *map(str, arguments)) as program:
+def end(target: str, *arguments: Any, width: int = SMALL) -> tuple[int, list[str]]:
+    with started(target, PROGRAM, *map(str, (*arguments, width))) as program:
         ended(program)
         return program.process.returncode, program.lines
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("width", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(
     "kill_count", [6, pytest.param(20, marks=pytest.mark.exhaustive)], ids=["6", "20"]
 )
 def test_a_program_that_is_killed_anywhere_has_the_same_bits(
-    cluster, tmp_path, kill_count: int
+    cluster, tmp_path, kill_count: int, width: int
 ) -> None:
     seed = random.randrange(10**6)
     chance = random.Random(seed)
     steps = sorted(chance.sample(range(STEPS), kill_count))
     kills = [(step, chance.choice(PLACES)) for step in steps]
-    code, undisturbed = end(cluster(2).target, tmp_path, 0, "begin", "")
+    code, undisturbed = end(cluster(2).target, tmp_path, 0, "begin", "", width=width)
     assert code == 0
     assert len(undisturbed) == 7, undisturbed
     target = cluster(2).target
     for step, place in kills:
-        code, lines = end(target, tmp_path, 0, "begin", f"{step}:{place}")
+        code, lines = end(target, tmp_path, 0, "begin", f"{step}:{place}", width=width)
         assert code == -9, (seed, step, place, lines)
-    code, lines = end(target, tmp_path, 0, "begin", "")
+    code, lines = end(target, tmp_path, 0, "begin", "", width=width)
     assert lines == undisturbed, (seed, kills)
 
 
-def test_a_checkpoint_of_the_whole_training_goes_on_on_other_shards(cluster, tmp_path) -> None:
-    _, undisturbed = end(cluster(2).target, tmp_path, 5, "begin", "")
+@pytest.mark.parametrize("width", [SMALL, LARGE], ids=["small", "large"])
+def test_a_checkpoint_of_the_whole_training_goes_on_on_other_shards(
+    cluster, tmp_path, width: int
+) -> None:
+    _, undisturbed = end(cluster(2).target, tmp_path, 5, "begin", "", width=width)
     for path in tmp_path.iterdir():
         if path.name != "10":
             path.rename(path.with_name(f"later-{path.name}"))
-    code, lines = end(cluster(3).target, tmp_path, 0, "resume", "")
+    code, lines = end(cluster(3).target, tmp_path, 0, "resume", "", width=width)
     assert (code, lines) == (0, undisturbed)
 
 

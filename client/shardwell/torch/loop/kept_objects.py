@@ -26,14 +26,14 @@ class TensorForm:
 
     name = "torch"
 
-    def parts(self, value: Any) -> tuple[str, tuple[int, ...], bytes] | None:
+    def parts(self, value: Any) -> tuple[str, tuple[int, ...], memoryview] | None:
         """Returns a strided tensor's dtype, shape and bytes; None: it is none."""
         if not isinstance(value, torch.Tensor) or str(value.dtype) not in _DTYPES:
             return None
         if value.layout is not torch.strided:
             return None
         flat = value.detach().cpu().contiguous().reshape(-1)
-        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().data
 
     def made(self, dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
         """Returns the tensor that the data begin with."""

@@ -112,8 +112,8 @@ def prepare(
             schedule out there, and it works as ever.
         scaler: A `torch.amp.GradScaler`.
         state: More objects by name, with `state_dict()` and `load_state_dict()`, dicts, or
-            generators: a moving average of small models' weights, `torch.default_generator`, a
-            counter. All of it has 1,000,000 bytes at most.
+            generators: a moving average of the weights, `torch.default_generator`, a counter. All
+            of it has 64,000,000 bytes at most.
         resume: A checkpoint that `Prepared.save`, a callback or the keeper has made, with `{step}`
             the newest: rank 0 restores it, with what is beside it, into a cluster that has not this
             training, and all go on there. Where there is none yet, the training begins. Refused

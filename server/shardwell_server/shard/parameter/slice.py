@@ -20,7 +20,7 @@ from shardwell.numerics.update_rules import SAFE_MAGNITUDE
 from shardwell.placement.ranges import flat
 from shardwell.process.spans import now_ns
 from shardwell.specs.grouped_rate import rate_of
-from shardwell.specs.parameter import SAMPLE_COUNT_MAX, ParameterSpec
+from shardwell.specs.parameter import SAMPLE_COUNT_MAX, STEP_MAX, ParameterSpec
 from shardwell.v1 import parameter_server_pb2 as pb
 from shardwell.v1 import types_pb2
 from shardwell.v1.trace_pb2 import (
@@ -401,37 +401,45 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
         if not self.samples.has_first_chunk:
             raise WrongShardError("shard 0 alone keeps states; ask there")
         stages = pb.KeepStateRequest.Stage
-        given = Given(request.worker_id, request.step, request.state)
-        response = pb.KeepStateResponse()
         if request.stage == stages.STAGE_GET:
-            of_fragment = self.spec.fragment is not None
-            is_past = of_fragment and self.samples.has_counted(request.worker_id, request.step)
-            found = self.states.get(request.worker_id, request.step + is_past)
-            if found is not None:
-                response = pb.KeepStateResponse(**found._asdict())
-                others = self._living() - {request.worker_id}
-                response.is_awaited = found.step < request.step and bool(others)
-            return response
+            return self._kept_state(request)
+        if request.stage == stages.STAGE_GET_PAGE:
+            return pb.KeepStateResponse(state=self.states.page(b"".join(request.pages)))
+        most = self._tracker.version_max() + 1
         if request.stage == stages.STAGE_LOAD:
+            most = STEP_MAX
             if self._register.has_begun:
                 raise ArgumentError(
                     f"parameter {self.spec.name!r} has first weights, so its workers have states "
                     "of their own; delete it before",
                     parameter=self.spec.name,
                 )
-        elif request.stage != stages.STAGE_PUT:
+        elif request.stage not in (stages.STAGE_PUT, stages.STAGE_PUT_PAGE):
             raise ArgumentError(f"stage must be one of KeepStateRequest; got {request.stage}")
-        elif request.step > (most := self._tracker.version_max() + 1):
+        elif request.step > most and (
+            request.stage == stages.STAGE_PUT or self._register.has_begun  # else of a checkpoint
+        ):
             raise ArgumentError(
                 f"a state of step {request.step} of parameter {self.spec.name!r}, which is at step "
-                f"{self._tracker.version_max()}; give it with the gradient of that step",
+                f"{most - 1}; give it with the gradient of that step",
                 parameter=self.spec.name,
             )
-        else:
-            self.states.put(given, most)
-            return response
-        self.states.put(given)
-        return response
+        if request.stage == stages.STAGE_PUT_PAGE:
+            self.states.put_page(request.state, request.step)
+            return pb.KeepStateResponse()
+        given = Given(request.worker_id, request.step, request.state, tuple(request.pages))
+        missing = self.states.put(given, most)
+        return pb.KeepStateResponse(missing=missing.own, is_awaited=missing.are_others_awaited)
+
+    def _kept_state(self, request: pb.KeepStateRequest) -> pb.KeepStateResponse:
+        of_fragment = self.spec.fragment is not None
+        is_past = of_fragment and self.samples.has_counted(request.worker_id, request.step)
+        found = self.states.get(request.worker_id, request.step + is_past)
+        if found is None:
+            return pb.KeepStateResponse()
+        others = self._living() - {request.worker_id}
+        is_awaited = found.step < request.step and bool(others)
+        return pb.KeepStateResponse(**found._asdict(), is_awaited=is_awaited)
 
     def _living(self) -> set[str]:
         with self._register.lock:
@@ -440,6 +448,10 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
     def held_states(self, version: int) -> AbstractContextManager[Held]:
         """Holds the states that a snapshot of a version has at its end."""
         return self.states.held(version)
+
+    def page_of_states(self, digest: bytes) -> bytes:
+        """Returns a page of states that are held."""
+        return self.states.page(digest)
 
     def states_of(self, held: Held, deadline: RequestDeadline) -> list[Given]:
         """Returns a snapshot's states; its request waits for those of workers on their way.

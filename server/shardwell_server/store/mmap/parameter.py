@@ -10,6 +10,7 @@ Files of a parameter's directory; the arrays are plain little-endian float32:
     events            seats, first weights, learning rates              (records/event_log.py)
     samples           which samples have counted, where they are dealt  (records/event_log.py)
     states            what workers keep beside the weights              (records/event_log.py)
+    pages             the parts of that which are large                 (pages.py)
     image-*, journal-*    what survives the machine                     (storage.py)
 
 A transition, in the order of its writes (docs/adr/0007-crash-safety.md has the proof):
@@ -60,6 +61,8 @@ from shardwell_server.store.journal.journal import (
 from shardwell_server.store.journal.parameter_entries import pack_entry, read_entries
 from shardwell_server.store.mmap import undo
 from shardwell_server.store.mmap.kept import KeptWeights, kept_size, make_room
+from shardwell_server.store.mmap.pages import NAME as PAGES
+from shardwell_server.store.mmap.pages import StatePages
 from shardwell_server.store.mmap.storage import MmapStorage
 from shardwell_server.store.mmap.undo import Arrays, UndoArea
 from shardwell_server.store.records.atomic_records import ChunkRecords, StoredChunkRecord, file_size
@@ -101,6 +104,7 @@ class MmapParameter(MmapStorage, ParameterStorage):
         self._used_logs = {
             name for name in self._logs if not is_new and (home.path / name).exists()
         }
+        self._pages = StatePages(home)
         self._undo = UndoArea(opened("undo", undo.file_size(layout)), home)
         size = kept_size(layout)
         self._kept = KeptWeights(opened("kept", size), layout, home.reached) if size else None
@@ -242,6 +246,13 @@ class MmapParameter(MmapStorage, ParameterStorage):
         if log in self._used_logs and self._logs[log].is_long:
             self._logs[log].compact(events())
 
+    def put_page(self, place: int, page: bytes) -> None:
+        check_not_retired(self)
+        self._pages.put(place, page)
+
+    def page(self, place: int, size_bytes: int) -> bytes:
+        return self._pages.get(place, size_bytes)
+
     def start_journal(self, *, syncs_each: bool, is_new: bool = False) -> None:
         self._logs["samples"].is_synced = True  # "states" are read up to where they are whole
         super().start_journal(syncs_each=syncs_each, is_new=is_new)
@@ -256,7 +267,7 @@ class MmapParameter(MmapStorage, ParameterStorage):
 
     def _sync_unmapped(self) -> None:
         super()._sync_unmapped()
-        for name in self._used_logs:
+        for name in (*self._used_logs, *([PAGES] if self._pages.path.exists() else [])):
             sync_path(self.home.path / name)
 
     def settle(self, chunk_index: int, record: ChunkRecord) -> None:

@@ -6,7 +6,8 @@ Method: any story of puts, snapshots, restarts and losses of power, beside a mod
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,23 @@ from hypothesis import strategies as st
 
 import shardwell
 from harness.data.sessions import stored_bytes
+from harness.stories.crash import SameMachine
+from harness.stories.images import image_of, restore
 from shardwell.errors import ArgumentError, LimitError, StorageError
 from shardwell.specs.fragments import Fragment
 from shardwell.specs.members import Elastic
-from shardwell.specs.parameter import STATE_SIZE_MAX_BYTES, ParameterSpec
+from shardwell.specs.parameter import STATE_PAGE_MAX_BYTES, ParameterSpec
+from shardwell.wire.state_tree import digest_of
 from shardwell_server.shard.deadline import NotYet, RequestDeadline
-from shardwell_server.shard.parameter.training_states import Given, TrainingStates
+from shardwell_server.shard.parameter.training_states import Given, Held, Missing, TrainingStates
 from shardwell_server.shard.quotas import OwnedBytes
+from shardwell_server.store.contract import Layout
+from shardwell_server.store.mmap.store import MmapStore
 from shardwell_server.store.records.event_log import EventLog
 
 NAMES = ("w0", "w1", "w2")
+ROOM = 64
+"""Bytes of a page's place; those of these tests are smaller."""
 
 
 class Storage:
@@ -49,6 +57,17 @@ class Storage:
             self.log._compact_at = 0
             self.log.compact(events())
 
+    def put_page(self, place: int, page: bytes) -> None:
+        path = self.log.path.with_suffix(".pages")
+        data = bytearray(path.read_bytes() if path.exists() else b"")
+        data[place * ROOM :] = data[place * ROOM :] or bytes(place * ROOM - len(data))
+        data[place * ROOM : place * ROOM + len(page)] = page
+        path.write_bytes(data)
+
+    def page(self, place: int, size_bytes: int) -> bytes:
+        data = self.log.path.with_suffix(".pages").read_bytes()
+        return data[place * ROOM : place * ROOM + size_bytes]
+
 
 def states_in(
     path: Path,
@@ -58,13 +77,14 @@ def states_in(
     stored: OwnedBytes | None = None,
     seated: Collection[str] = (),
     fragment: Fragment | None = None,
+    now_s: Callable[[], float] = time.monotonic,
 ) -> TrainingStates:
     storage: Any = Storage(path)
     storage.is_torn = is_torn
     crew = {"worker_count": 64, "members": Elastic()} if is_elastic else {"worker_count": 3}
     name = "net" if fragment is None else fragment.parameter
     spec = ParameterSpec(name=name, size=4, optimizer=shardwell.SGD(0.1), fragment=fragment, **crew)
-    found = TrainingStates(spec, storage, stored or stored_bytes(), lambda: seated)
+    found = TrainingStates(spec, storage, stored or stored_bytes(), lambda: seated, now_s)
     found.restore()
     return found
 
@@ -179,10 +199,139 @@ def test_a_snapshot_waits_for_those_on_their_way(tmp_path: Path) -> None:
         assert whole == [state("w0", 5), state("w1", 5)]
 
 
-@pytest.mark.parametrize("size", [0, STATE_SIZE_MAX_BYTES + 1])
+@pytest.mark.parametrize("size", [0, STATE_PAGE_MAX_BYTES + 1])
 def test_sizes_that_can_not_be_are_refused(tmp_path: Path, size: int) -> None:
     with pytest.raises(ArgumentError, match=f"{size} bytes; expected 1 to"):
         states_in(tmp_path / "states").put(Given("w0", 0, bytes(size)))
+    with pytest.raises(ArgumentError, match=f"{size} bytes; expected 1 to"):
+        states_in(tmp_path / "states").put_page(bytes(size), 0)
+
+
+@pytest.mark.parametrize("pages", [[b"short"], [bytes(32)] * 66])
+def test_digests_that_can_not_be_are_refused(tmp_path: Path, pages: list[bytes]) -> None:
+    with pytest.raises(ArgumentError, match=r"32 bytes|67 parts; expected 1 to 66"):
+        states_in(tmp_path / "states").put(Given("w0", 0, b"?", tuple(pages)))
+
+
+def large(name: str, step: int, *contents: int) -> tuple[Given, list[bytes]]:
+    """A state with pages, which are of other workers too where contents are alike."""
+    pages = [f"page {each}".encode() * 3 for each in contents]
+    return Given(name, step, f"{name} {step}".encode(), tuple(map(digest_of, pages))), pages
+
+
+def bring(states: TrainingStates, given: Given, pages: list[bytes]) -> int:
+    """Returns the pages that it lacked."""
+    count = 0
+    while (missing := states.put(given)) != Missing():
+        for index in missing.own:
+            states.put_page(pages[index], given.step)
+            count += 1
+    return count
+
+
+def fetched(states: TrainingStates, found: Given) -> list[bytes]:
+    return [states.page(each) for each in found.pages]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(NAMES), st.lists(st.integers(0, 6), max_size=4)),
+            st.sampled_from(["restart", "snapshot", "torn"]),
+        ),
+        max_size=30,
+    )
+)
+def test_each_kept_state_has_its_pages(
+    tmp_path_factory: pytest.TempPathFactory, story: list[Any]
+) -> None:
+    """`torn`: pages came, and their shard ended before their state."""
+    path = tmp_path_factory.mktemp("states") / "states"
+    stored = stored_bytes()
+    states = states_in(path, stored=stored)
+    known: dict[str, list[tuple[Given, list[bytes]]]] = {name: [] for name in NAMES}
+    with contextlib.ExitStack() as stack:
+        held: list[Held] = []
+        for event in story:
+            if event in ("restart", "torn"):
+                if event == "torn":
+                    states.put_page(b"torn", max(map(len, known.values())))
+                held.clear()
+                stored = stored_bytes()
+                states = states_in(path, stored=stored)
+            elif event == "snapshot":
+                version = max(map(len, known.values()))
+                held.append(stack.enter_context(states.held(version)))
+            else:
+                name, contents = event
+                own, pages = large(name, len(known[name]), *contents)
+                bring(states, own, pages)
+                known[name].append((own, pages))
+            bytes_kept, digests = 0, set[bytes]()
+            for name, given_ones in known.items():
+                for given_one, pages in given_ones[-2:]:
+                    assert states.get(name, given_one.step) == given_one
+                    assert fetched(states, given_one) == pages
+                    bytes_kept += len(given_one.state)
+                    digests |= {*pages}
+            for each in (each for of in held for each in of.by_worker.values()):
+                _, pages = known[each.worker_id][each.step]
+                assert fetched(states, each) == pages
+                digests |= {*pages}
+            assert stored.count >= bytes_kept + sum(map(len, digests))
+            if not held:
+                assert stored.count == bytes_kept + sum(map(len, digests))
+
+
+def test_workers_share_what_they_have_alike(tmp_path: Path) -> None:
+    """Each page comes once, and a worker that is asked and does not bring it, is not for good."""
+    now_s = 0.0
+    states = states_in(tmp_path / "states", now_s=lambda: now_s)
+    ones, pages = large("w0", 0, *range(20))
+    others, _ = large("w1", 0, *range(20))
+    first, second = states.put(ones), states.put(others)
+    assert (first.own, second.own) == ([*range(8)], [*range(8, 16)])
+    for index in first.own:
+        states.put_page(pages[index], 0)
+    assert states.put(ones) == Missing([16, 17, 18, 19], are_others_awaited=True)
+    for index in range(16, 20):
+        states.put_page(pages[index], 0)
+    assert states.put(ones) == Missing([], are_others_awaited=True)
+    now_s = 3.0
+    assert states.put(ones) == Missing([*range(8, 16)], are_others_awaited=False)
+    assert bring(states, ones, pages) == 8
+    assert states.put(others) == Missing()
+    assert fetched(states, others) == pages
+    unchanged = ones._replace(step=1, state=b"step 1")
+    assert states.put(unchanged) == Missing(), "pages that are as they were do not come again"
+
+
+def test_pages_of_no_state_are_bounded(tmp_path: Path) -> None:
+    stored = stored_bytes(800)
+    states = states_in(tmp_path / "states", stored=stored)
+    for index in range(10):
+        states.put_page(f"{index:050}".encode(), 0)
+    with pytest.raises(LimitError, match="stored_bytes_max=800"):
+        states.put_page(bytes(301), 0)
+    for step in range(3):  # which lets them go as steps pass
+        states.put(state("w0", step))
+    assert stored.count == 2 * len(state("w0", 1).state)
+
+
+def test_a_state_whose_pages_are_damaged_is_left_out(tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "states"
+    states = states_in(path)
+    for step in range(2):
+        bring(states, *large("w0", step, step))
+    data = bytearray(path.with_suffix(".pages").read_bytes())
+    place = data.index(b"page 1")
+    data[place] ^= 1
+    path.with_suffix(".pages").write_bytes(data)
+    found = states_in(path)
+    assert found.get("w0", 1) == large("w0", 0, 0)[0]
+    assert "worker 'w0' are damaged, which is left out" in caplog.text
+    path.with_suffix(".pages").write_bytes(b"")
+    assert states_in(path).get("w0", 1) is None
 
 
 def test_power_is_lost_in_the_middle_of_the_log(tmp_path: Path) -> None:
@@ -202,7 +351,54 @@ def test_power_is_lost_in_the_middle_of_the_log(tmp_path: Path) -> None:
     assert states_in(path).get("w0", 2) == state("w0", 2)
 
 
-@pytest.mark.parametrize("change", [{"step": -1}, {"worker_id": "a/b"}, {"state": "?"}, {"x": 1}])
+def test_a_kill_at_any_write_leaves_whole_states(tmp_path: Path) -> None:
+    """Real files: after each write a copy of them is opened, as a killed shard would find them."""
+    path, kept, seen = tmp_path / "store", -1, list[str]()
+
+    def look(point: str) -> None:
+        if not seen:
+            return
+        seen.append(point)
+        copy = restore(image_of(path), tmp_path / "copy")
+        with contextlib.closing(MmapStore(copy, boot=SameMachine(copy))) as again:
+            ((_, storage),) = again.recover()
+            found = TrainingStates(spec, storage, stored_bytes(), lambda: ())
+            found.restore()
+            newest = found.get("w0", 9)
+            assert (-1 if newest is None else newest.step) in (kept, kept + 1), seen
+            for each in (found.get("w0", at) for at in (kept, 9) if kept >= 0):
+                assert each is not None
+                _, pages = large("w0", each.step, 7, 2 * each.step, 2 * each.step + 1)
+                assert fetched(found, each) == pages, seen
+
+    store = MmapStore(path, boot=SameMachine(path), reached=look)
+    path.mkdir()
+    asked = Layout(name="net", slice_size=4, chunk_element_count=4, with_sum=False)
+    spec = ParameterSpec(name="net", size=4, optimizer=shardwell.SGD(0.1), worker_count=1)
+    with contextlib.closing(store):
+        store.recover()
+        states = TrainingStates(spec, store.create(asked), stored_bytes(), lambda: ())
+        seen.append("begun")
+        for step in range(4):
+            bring(states, *large("w0", step, 7, 2 * step, 2 * step + 1))
+            kept = step
+        assert {"room for a page of a state", "a page of a state", "event"} <= {*seen}
+        seen.clear()
+    assert kept == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"worker_id": "a/b"},
+        {"state": "?"},
+        {"x": 1},
+        {"pages": [["00", 0, 0]]},
+        {"pages": 3},
+        {"pages": [["zz", 0, 1]]},
+    ],
+)
 def test_a_log_that_this_version_can_not_read_is_named(tmp_path: Path, change: Any) -> None:
     storage = Storage(tmp_path / "states")
     event = {"worker_id": "w0", "step": 1, "state": "MQ=="}
