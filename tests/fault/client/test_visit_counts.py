@@ -207,8 +207,11 @@ class Visits:
         late_count = sum(line == IN_PART for line in lines) if "grace_s" in self._plan else 0
         return {"killed": self.storm.lost_count, "lost": lost_count, "late": late_count}
 
-    def check(self) -> None:
-        """Compares the visits with what shard 0 says."""
+    def check(self, *, unnamed_count_max: int = 0) -> None:
+        """Compares the visits with what shard 0 says.
+
+        `unnamed_count_max`: so many samples may be missing in some weights without being named.
+        """
         visits, blows = self.finish(), self.storm.blows
         kinds = self.ends()
         partial = self.account.partial_samples(self._plan)
@@ -225,7 +228,8 @@ class Visits:
         assert len(self.account.partial) <= sum(kinds.values()), (blows, kinds)
         if self._crew_size:
             missing = missing * ~missing.all(axis=0)
-        assert (missing <= partial).all(), (blows, np.argwhere(missing > partial)[:9])
+        unnamed = np.argwhere((missing > partial).any(axis=0))
+        assert len(unnamed) <= unnamed_count_max, (blows, unnamed[:9])
         assert partial.max() <= 1, (blows, np.argwhere(partial > 1)[:9])
 
 
@@ -245,12 +249,14 @@ def restored_in_a_storm(
     with visiting(directory / "first", seed, kinds, plan) as first:
         first.weather(seconds / 2, CREWS[:2], **pauses)
         first.client.save_checkpoint(directory / "saved")
+        # The save may come before the shards have learned that these are lost.
+        unsettled_count = plan["batch_size"] * first.storm.lost_count
         first.weather(seconds / 8, CREWS[2:], **pauses)
     plan = {**plan, "batch_size": plan["batch_size"] * 3 // 5}
     with visiting(directory / "second", seed + 1, kinds, plan, shard_count=2) as second:
         second.client.restore_checkpoint(directory / "saved")
         second.weather(seconds * 3 / 8, (6, 2), **pauses)
-        second.check()
+        second.check(unnamed_count_max=unsettled_count)
 
 
 def test_kills_count_each_sample_once(tmp_path: Path) -> None:
