@@ -338,7 +338,7 @@ class _CheckpointValues(Closing):
 
     @property
     def states(self) -> Iterator[tuple[str, int, bytes]]:
-        """What workers keep beside the weights."""
+        """The states of workers beside the weights."""
         return _states_of(self._path, self._entry)
 
     def read(self, array_index: int, where: Slice) -> Float32:

@@ -49,7 +49,7 @@ class FirstValues(Protocol):
 
     @property
     def states(self) -> Iterable[tuple[str, int, bytes]]:
-        """What workers keep beside the weights: whose, before which step, the bytes."""
+        """The states of workers beside the weights: whose, before which step, the bytes."""
 
     def read(self, array_index: int, where: Slice) -> npt.NDArray[Any]:
         """Returns a range of an array, (where.size,) of floating point; any thread calls it."""

@@ -258,9 +258,16 @@ class KeptStates:
         """Objects of all parameters; None: another one keeps them, or nothing is kept."""
 
     def begin(
-        self, objects: Mapping[str, Any], forms: Sequence[ArrayForm], timeout_s: float | None
+        self,
+        objects: Mapping[str, Any],
+        forms: Sequence[ArrayForm],
+        timeout_s: float | None,
+        step: int,
     ) -> None:
-        """Keeps objects, and puts into them what is kept; see `Parameter.keep_state`."""
+        """Keeps objects, and puts into them what is kept; see `Parameter.keep_state`.
+
+        `step` is the one behind the last that an earlier process of this worker has given.
+        """
         if timeout_s is not None:
             check_timeout(timeout_s)
         spec = self._spec
@@ -277,7 +284,7 @@ class KeptStates:
             return
         kept = KeptState(spec.name, self._next_step())
         kept.add(spec.name, objects, forms)
-        found = self._found(kept, timeout_s)
+        found = self._found(kept, step, timeout_s)
         if found is not None:
             if found.is_own and not spec.has_open_sets:
                 self._shards.resumed = found.steps
@@ -305,7 +312,7 @@ class KeptStates:
         if kept is None:
             return
         if self._spec.has_open_sets and kept.at != step:
-            found = self._found(kept, waits=True)
+            found = self._found(kept, step, waits=True)
             if found is not None and (found.step > kept.at or found.step == step):
                 kept.load(found)
         self._capture(kept)
@@ -358,12 +365,12 @@ class KeptStates:
         kept.capture(self._next_step(), {each.what: each.next_step for each in handles})
 
     def _found(
-        self, kept: KeptState, timeout_s: float | None = None, *, waits: bool = False
+        self, kept: KeptState, step: int, timeout_s: float | None = None, *, waits: bool = False
     ) -> ReadState | None:
         def ask(attempts: Attempts) -> pb.KeepStateResponse:
             end_s = attempts.remaining_s - _AWAIT_S
             while True:
-                answer = self._call(attempts, stage=_Stage.STAGE_GET, step=self._next_step())
+                answer = self._call(attempts, stage=_Stage.STAGE_GET, step=step)
                 if not (waits and answer.is_awaited) or attempts.remaining_s <= max(end_s, 0):
                     state = fetched(partial(self._call, attempts), answer)
                     if state is not None:
@@ -419,7 +426,11 @@ class LearnerStates(KeptStates):
 
     @override
     def begin(
-        self, objects: Mapping[str, Any], forms: Sequence[ArrayForm], timeout_s: float | None
+        self,
+        objects: Mapping[str, Any],
+        forms: Sequence[ArrayForm],
+        timeout_s: float | None,
+        step: int,
     ) -> None:
         spec = self._spec
         assert spec.fragment is not None
@@ -431,7 +442,7 @@ class LearnerStates(KeptStates):
             )
         kept = KeptState(spec.fragment.family, self._next_step())
         kept.add(spec.fragment.family, objects, forms)
-        found = self._found(kept, timeout_s)
+        found = self._found(kept, step, timeout_s)
         if found is not None:
             kept.load(found)
         kept.capture(self._next_step(), {})  # from which a learner begins that never offered

@@ -582,7 +582,7 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
             >>> net.keep_state({"progress": progress})
             >>> weights = net.exchange(np.ones(2))
         """
-        self._states.begin(objects, forms, timeout_s)
+        self._states.begin(objects, forms, timeout_s, self.resumed_step)
 
     def note_state(self) -> None:
         """Takes the objects of `keep_state` as they are now as the state of the next step.
@@ -968,8 +968,8 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         return super()._keeps_step and self.spec.fragment is None  # whose schedule is `Outer`'s
 
     @override
-    def _go_back(self) -> None:
-        self.next_step -= 1
+    def _go_back(self, step_count: int = 1) -> None:
+        self.next_step -= step_count
         self._is_in_step = True
 
     def _open(self, attempts: Attempts, *, is_known: bool = False) -> None:

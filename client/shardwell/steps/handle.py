@@ -121,6 +121,7 @@ class Handle(Connected, Closing, Generic[SpecT]):
         """
         return (
             self.resumed_step == other.resumed_step + 1
+            and self._what not in self._shards.resumed  # else a kept state says its step
             and self._opening.has_seat
             and self.is_untouched
             and other.is_untouched
@@ -156,8 +157,8 @@ class Handle(Connected, Closing, Generic[SpecT]):
                 read_again()
 
     @abstractmethod
-    def _go_back(self) -> None:
-        """Makes the step before the next one the next, of which all may be counted."""
+    def _go_back(self, step_count: int = 1) -> None:
+        """Makes an earlier step the next, of which all may be counted; -1: a later one again."""
 
     @property
     def what(self) -> str:
@@ -170,24 +171,26 @@ class Handle(Connected, Closing, Generic[SpecT]):
         return self._keeps_step and not self.is_closed
 
     def resume(self) -> None:
-        """Goes back to the step of this client's kept state, if this worker's last is behind it.
+        """Goes to the step of this client's kept state, where that knows better.
 
-        A gradient of that step counts once. Reading has the version before it.
+        It goes back if this worker was killed behind its last step; that step's gradient counts
+        once, and reading has the version before it. It goes on again if it went back for another
+        one (`give_again`) whose steps do not come in turn with its own.
         """
         step = self._shards.resumed.get(self._what)
-        if step is None or self.next_step != step + 1 or not self.is_untouched:
+        if step is None or not (self.is_untouched and self._opening.has_seat):
+            return  # else it is another worker's, or a checkpoint's
+        step_count = self.next_step - step
+        if step_count != (-1 if self._gives_again else 1):
             return
-        if not self._opening.has_seat:  # another worker's, or a checkpoint's
-            return
-        self._calls.run(lambda _: self._go_back(), in_turn=True)
-        self._gives_again = True
+        self._calls.run(lambda _: self._go_back(step_count), in_turn=True)
+        self._gives_again = step_count > 0
         _LOG.warning(
-            "worker %r was cut off before its state of step %d was kept: it makes step %d of %s "
-            "again, whose gradient counts once",
+            "worker %r goes on at step %d of %s, of which its state was kept last%s",
             self._shards.worker_id,
-            step + 1,
             step,
             self._what,
+            "; the step's gradient counts once" if self._gives_again else "",
         )
         read_again = self.on_give_again()
         if read_again is not None:

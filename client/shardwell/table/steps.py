@@ -107,10 +107,10 @@ class TableSteps:
         joined = self.opening.open(attempts)
         return self._resume(joined)
 
-    def go_back(self) -> None:
-        """Makes the step before the next one the next: an earlier process has given all of it."""
+    def go_back(self, step_count: int) -> None:
+        """Makes an earlier step the next: another process may have given all of it."""
         self.is_begun = True
-        self.view.resume(self.view.next_step - 1, is_begun=False, has_seat=True)
+        self.view.resume(self.view.next_step - step_count, is_begun=False, has_seat=True)
 
     def join(self, member: Member, attempts: Attempts) -> None:
         """Takes part as an elastic member, if it does not: nothing that it has begun goes on."""

@@ -384,8 +384,8 @@ class Table(Handle[TableSpec]):
         self._calls.run(reopened, in_turn=True)
 
     @override
-    def _go_back(self) -> None:
-        self._steps.go_back()
+    def _go_back(self, step_count: int = 1) -> None:
+        self._steps.go_back(step_count)
         self._reading.forget()
 
     @override

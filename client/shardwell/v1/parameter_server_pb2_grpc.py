@@ -311,7 +311,7 @@ class ParameterServerServiceServicer(object):
         """Keeps the state of a training that is not in its weights, such as schedules and random numbers: of each worker the
         bytes that it gave last, and of which step they are. A worker gives them before its gradient of that step
         (STAGE_PUT), and asks for them when it comes or comes back (STAGE_GET). Only shard 0 keeps them. Safe to repeat.
-        What is beyond 1,000,000 bytes is in pages, each by its digest: the shard says which it lacks, and keeps the state
+        Bytes beyond 1,000,000 are in pages, each by its digest: the shard says which it lacks, and keeps the state
         once it has all. So pages that workers have alike, or that are as they were, come once.
         Errors: NOT_FOUND, INVALID_ARGUMENT (a step that is too far ahead, more than 64,000,000 bytes),
         FAILED_PRECONDITION with ERROR_CODE_WRONG_SHARD, with ERROR_CODE_STORAGE, RESOURCE_EXHAUSTED.

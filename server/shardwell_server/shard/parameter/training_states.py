@@ -14,7 +14,7 @@ state of t, or that of t - 1 if it was killed before it gave t's: it makes t - 1
 A learner of outer training gives that of t + 1 before its offer of t leaves, of fragment 0. It is
 its state of t + 1 once that offer has counted, and as long as it has not, that of t is.
 
-What is beyond the beginning of a state is in pages, by their digests, in places of the storage:
+The rest of a state behind its beginning is in pages, by their digests, in places of the storage:
 
     state of a place            event                                  next
     free                        a worker brings a page                 loose: no log names it
