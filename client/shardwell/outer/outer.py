@@ -927,7 +927,9 @@ class Outer(Connected, Closing):
 
     @property
     def _states(self) -> LearnerStates:
-        return self._fragments[0].parameter.learner_states
+        found = self._fragments[0].parameter.learner_states
+        assert found is not None
+        return found
 
     # The end.
 

@@ -619,10 +619,9 @@ class Parameter(Handle[ParameterSpec], Generic[ValuesT]):
         self._states.drop()
 
     @property
-    def learner_states(self) -> LearnerStates:
-        """The states that `Outer` keeps of a family; of fragment 0."""
-        assert isinstance(self._states, LearnerStates)
-        return self._states
+    def learner_states(self) -> LearnerStates | None:
+        """The states that `Outer` keeps of a family, with its fragment 0; None: it is no part."""
+        return self._states if isinstance(self._states, LearnerStates) else None
 
     # Samples.
 

@@ -52,6 +52,9 @@ ELSEWHERE = {
     "make demo": "test_demo.py, and CI runs it",
     "make test": "CI runs it",
     "pip install '.[ray]'": "make test-ray installs Ray",
+    "pip install '.[cloud]'": "make test-extras installs obstore",
+    "shardwell checkpoint save 's3://bucket/runs/{step}' --keep 3": "test_object_stores.py",
+    "shardwell checkpoint restore 's3://bucket/runs/{step}'": "the same",
     "python on_ray.py": "tests/integration/ray, as make test-ray runs it",
     "sbatch --nodes 4 --ntasks-per-node 2 examples/slurm/train.sbatch python worker.py": (
         "test_train_sbatch.py, where there is Slurm"

@@ -359,7 +359,7 @@ class ParameterSlice(ShardSlice[ParameterSeat, pb.CreateParameterResponse, pb.Pa
                             worker_id=worker_id,
                         )
                     if self.spec.members is None and not has_seat:
-                        raise StepOrderError(
+                        raise ArgumentError(
                             f"worker {worker_id!r} asks for samples without a seat; take it before",
                             worker_id=worker_id,
                         )
