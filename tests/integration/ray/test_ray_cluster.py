@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -41,6 +42,8 @@ class Training:
 
     def __init__(self, cluster: Any, step_count: int = STEP_COUNT, **options: Any) -> None:
         self.steps = [0, 0]
+        self._may_end = threading.Event()
+        """Set once what is to befall them has: steps take less time than a node to die."""
         self.errors: list[shardwell.ShardwellError] = []
         self._workers: list[Future[Any]] = [
             in_background(
@@ -49,13 +52,18 @@ class Training:
                     cluster,
                     rank,
                     step_count,
-                    say=partial(self.steps.__setitem__, rank),
+                    say=partial(self._say, rank),
                     fail=self.errors.append,
                     **options,
                 )
             )
             for rank in range(2)
         ]
+
+    def _say(self, rank: int, step: int) -> None:
+        self.steps[rank] = step
+        if step >= STEP_COUNT // 2:
+            self._may_end.wait(WAIT_S)
 
     def until(self, step: int) -> None:
         eventually(
@@ -65,7 +73,16 @@ class Training:
         )
 
     def weights(self) -> list[Any]:
+        self._may_end.set()
         return [worker.result(WAIT_S) for worker in self._workers]
+
+
+def listens(address: str) -> bool:
+    """Returns True if a process listens there."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), 5.0):
+        return True
+    return False
 
 
 def pid_listening_at(address: str) -> int:
@@ -129,9 +146,11 @@ def test_a_killed_shard_goes_on_from_its_files_at_its_address(nodes: Any, tmp_pa
 def test_a_shard_moves_from_a_lost_node_with_a_shared_directory(nodes: Any, tmp_path: Path) -> None:
     with shardwell.ray.start_shards(2, data_dir=tmp_path) as cluster:
         lost = hosts_of(cluster).index(OTHER_HOST)
+        address = cluster.addresses[lost]
         training = Training(cluster)
         training.until(50)
         nodes.kill_other()
+        eventually("its shard has ended with it", lambda: not listens(address))
         for weights in training.weights():
             np.testing.assert_array_equal(weights, reference(STEP_COUNT))
         assert hosts_of(cluster) == [HEAD_HOST, HEAD_HOST]
@@ -161,7 +180,9 @@ def test_all_shards_go_back_to_the_newest_checkpoint(nodes: Any, tmp_path: Path,
         if loss == "process":
             os.kill(pid_listening_at(cluster.addresses[lost]), signal.SIGKILL)
         else:
+            address = cluster.addresses[lost]
             nodes.kill_other()
+            eventually("its shard has ended with it", lambda: not listens(address))
         for weights in training.weights():
             np.testing.assert_array_equal(weights, reference(STEP_COUNT))
         assert training.errors
