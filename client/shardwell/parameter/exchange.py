@@ -216,7 +216,8 @@ class Transfer(StepTransfer[ShardSlice]):
                     first, count = line.part.first_chunk, len(line.part.chunks)
                     held = self.image.held_versions(range(first, first + count))
                     fetch.held_versions.extend(held)
-                    line.held.update((first + at, h - 1) for at, h in enumerate(held) if h)
+                    if max_version is None:  # else an older image is asked for, and replaces none
+                        line.held.update((first + at, h - 1) for at, h in enumerate(held) if h)
                 fetch.crc32c = checksum.weights_fetch(self._fetch_context, fetch)
                 _ask(line, request)
             progress = Progress()
