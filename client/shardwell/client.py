@@ -729,7 +729,8 @@ class Client(Connected, Closing):
         such moment; their chunks and rows are taken one after another.
 
         Args:
-            path: The directory, which must not exist; it appears when it is complete. With
+            path: The directory, or s3://, gs:// or az:// of an object store (`shardwell[cloud]`),
+                which must not exist; it appears when it is complete. With
                 `{step}` in its name, as "ckpt/{step}", it is the newest version of what is saved,
                 and replaces a checkpoint of the same step.
             parameters: Names, of families too; default: all that have first weights, if no tables
@@ -781,6 +782,7 @@ class Client(Connected, Closing):
 
         Args:
             path: The checkpoint's directory; with `{step}` in its name, the newest whole one.
+                `s3://`, `gs://` and `az://` as for `save_checkpoint`.
             parameters: Names in the checkpoint, of families too; default: all, if no tables are
                 named.
             tables: Names in the checkpoint; default: all, if no parameters are named.

@@ -38,6 +38,7 @@ from typing import Any, TypeAlias
 from fastcrc import crc32
 
 from shardwell.checkpoint.directory import MARK_NAME
+from shardwell.checkpoint.tensor_files import file_error
 from shardwell.errors import ArgumentError, StorageError
 from shardwell.process.environment import install_command
 from shardwell.process.local_paths import local_path
@@ -160,9 +161,16 @@ class StorePath:
 
     def fetch(self, path: Path) -> int:
         """Writes an object to a new file; returns its CRC32C."""
+
+        def write(part: memoryview) -> None:
+            try:
+                file.write(part)
+            except OSError as error:  # of this machine's disk, not of the store
+                raise file_error(path, error, f"copying {self} to it") from None
+
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as file:
-            return self.crc(file.write)
+            return self.crc(write)
 
     def crc(self, take: Callable[[memoryview], object] = lambda part: None) -> int:
         """Reads an object, in parts; returns its CRC32C."""
@@ -233,7 +241,7 @@ def _obstore() -> Any:
     except ImportError:
         raise ArgumentError(
             "checkpoints in object stores need obstore; run: "
-            f"{install_command('shardwell[cloud]')}, or give a local path"
+            f"{install_command('obstore>=0.8')}, or give a local path"
         ) from None
 
 
